@@ -1,0 +1,39 @@
+# Two commands matter: `make bench` and `make test`. Everything runs from .venv, which the first of them makes.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install bench test check figures ceilings clean
+
+help: ## show this list
+	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v[:2] <= (3, 13) else f"PYTHON={sys.executable}: got Python {v[0]}.{v[1]}, allowed 3.11 to 3.13; run make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+install: $(INSTALLED) ## make .venv with everything in it
+
+bench: $(INSTALLED) ## train one model under four systems; table and figure at the end
+	$(BIN)/python -m sweeps.run +experiment=quickstart
+
+test: $(INSTALLED) ## every test that needs no GPU
+	$(BIN)/python -m pytest -m "not gpu"
+
+check: $(INSTALLED) ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+figures: $(INSTALLED) ## rebuild every figure and table from the committed rows
+	$(BIN)/python -m analysis.make
+
+ceilings: $(INSTALLED) ## what this machine can do: link, memory, matrix product
+	$(BIN)/python -m sweeps.ceilings
+
+clean: ## remove what the other targets made, .venv too
+	rm -rf $(VENV) outputs build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""Figures: one module each, pure functions frame -> matplotlib Figure."""

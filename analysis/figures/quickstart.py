@@ -1,0 +1,232 @@
+"""The quickstart figure: throughput, peak memory and loss curves of every system in one group of rows.
+
+Invariant: a pure function of the frame. A cell that did not run keeps its place and carries its status; a plan is drawn as a
+thin marker beside what was observed and never as a bar.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.transforms import ScaledTranslation
+
+from analysis import style
+from analysis.compare import BASELINE, Comparison, Standing, compare
+from analysis.stats import Estimate
+from analysis.style import look
+from sweeps.result import LOSS_TOLERANCE
+
+BAR = 0.62
+"""Height of a bar, in rows."""
+
+
+def figure(frame: pd.DataFrame) -> Figure:
+    """Three panels from the rows of one group (`load.groups`): throughput, peak memory, losses with their difference."""
+    comparison = compare(frame)
+    with style.context():
+        rows = len(comparison.standings)
+        drawn = style.new_figure(style.PAGE_IN, max(2.5, 1.1 + 0.3 * rows))
+        grid = drawn.add_gridspec(2, 3, width_ratios=[1.12, 1.0, 1.18], height_ratios=[2.1, 1.0])
+        speed = drawn.add_subplot(grid[:, 0])
+        memory = drawn.add_subplot(grid[:, 1], sharey=speed)
+        throughput_panel(speed, comparison)
+        memory_panel(memory, comparison)
+        if comparison.reference is None:
+            loss_panel(drawn.add_subplot(grid[:, 2]), comparison)
+        else:
+            loss = drawn.add_subplot(grid[0, 2])
+            loss_panel(loss, comparison)
+            difference_panel(drawn.add_subplot(grid[1, 2], sharex=loss), comparison, comparison.reference)
+            loss.tick_params(labelbottom=False)
+            loss.set_xlabel("")
+        drawn.suptitle(f"{heading(frame)}, {frame.iloc[0]['machine_name']}", x=0.005, ha="left", fontsize=7, color=style.MUTED)
+    return drawn
+
+
+def heading(frame: pd.DataFrame) -> str:
+    """Model, parameters and batch in one line."""
+    first = frame.iloc[0]
+    params = frame["num_params"].dropna()
+    size = f" ({params_text(int(params.iloc[0]))} parameters)" if len(params) else ""
+    return f"{first['model']}{size}, batch {first['batch_size']} × {first['seq_len']} tokens"
+
+
+def params_text(count: int) -> str:
+    """14.77B, 3.40B, 12.3M: three or four significant figures."""
+    return f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
+
+
+def throughput_panel(axes: Axes, comparison: Comparison) -> None:
+    """Horizontal bars with the interval of the windows; the ratio to ZeRO-3 at the end of each bar."""
+    standings = comparison.standings
+    _rows(axes, standings)
+    top = max((one.speed.hi or one.speed.value for one in standings if one.measured and one.speed), default=1.0)
+    axes.set_xlim(0, top * (1.5 if any(one.differs for one in standings) else 1.32))
+    for position, one in enumerate(standings):
+        if not one.measured or one.speed is None:
+            _status(axes, position, one.status_label)
+            continue
+        axes.barh(position, one.speed.value, height=BAR, label=one.label, **style.bar(one.system))
+        if one.speed.lo is not None and one.speed.hi is not None:
+            ends = [[one.speed.value - one.speed.lo], [one.speed.hi - one.speed.value]]
+            for color, width in (("white", 1.8), (style.INK, 0.8)):  # a white halo first: the interval stays visible on dark bars
+                whisker: Any = {"elinewidth": width, "capthick": width, "capsize": 1.2 + width}
+                axes.errorbar(one.speed.value, position, xerr=ends, color=color, **whisker)
+        weight = "bold" if one.best else "normal"
+        end = (one.speed.hi or one.speed.value, position)
+        text = _ratio_text(one.ratio, one.speed)
+        axes.annotate(text, end, (4, 4 if one.differs else 0), textcoords="offset points", va="center", weight=weight)
+        if one.differs:
+            axes.annotate("numerics differ", end, (4, -4), textcoords="offset points", va="center", fontsize=6, color=style.ALARM)
+    axes.set_title(f"Throughput (× {look(BASELINE).name})" if comparison.baseline else "Throughput")
+    axes.set_xlabel("tokens / s (95% interval)" if _any_interval(standings) else "tokens / s")
+    axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if top > 5 else f"{value:g}"))
+    style.value_grid(axes, "x")
+
+
+def memory_panel(axes: Axes, comparison: Comparison) -> None:
+    """Observed peaks, device above host, in decimal GB; the plan as a thin line beside each."""
+    standings = comparison.standings
+    drawn_on = axes.get_figure(root=True)
+    assert drawn_on is not None
+    with_device = comparison.on_gpu or any(one.device_bytes for one in standings)
+    _rows(axes, standings)
+    axes.tick_params(labelleft=False)
+    height = BAR / 2 if with_device else BAR
+    for position, one in enumerate(standings):
+        if with_device:
+            _memory_bar(axes, position - height / 2, height, one, one.device_bytes, one.plan_device_bytes, device=True)
+        _memory_bar(axes, position + (height / 2 if with_device else 0), height, one, one.host_bytes, one.plan_host_bytes)
+        if one.device_bytes is None and one.host_bytes is None:
+            planned = one.plan_device_bytes is not None or one.plan_host_bytes is not None
+            _status(axes, position, "" if planned else "not measured" if one.measured else one.status_label)
+    peaks = [count for one in standings for count in _all_bytes(one, with_device)]
+    axes.set_xlim(0, 1.12 * max(peaks, default=10**9) / 1e9)
+    axes.set_title("Peak memory" if with_device else "Peak host memory")
+    axes.set_xlabel("GB (10⁹ bytes)")
+    axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
+    style.value_grid(axes, "x")
+    handles: list[Patch | Line2D] = [Patch(facecolor="#d0d0d0", label="host")]
+    if with_device:
+        handles.insert(0, Patch(facecolor="#555555", label="device"))
+    if any(one.plan_device_bytes is not None or one.plan_host_bytes is not None for one in standings):
+        handles.append(Line2D([], [], color=style.ALARM, marker="|", linestyle="", markersize=6, label="plan"))
+    below = axes.transAxes + ScaledTranslation(0, -29 / 72, drawn_on.dpi_scale_trans)
+    place: Any = {"loc": "upper left", "bbox_to_anchor": (-0.02, 0), "bbox_transform": below, "borderaxespad": 0}
+    axes.legend(handles=handles, ncols=3, columnspacing=1.0, handlelength=1.4, **place)
+
+
+def loss_panel(axes: Axes, comparison: Comparison) -> None:
+    """Loss of every step, warm-up included, every system on one axis; earlier lines are wider so that all stay visible."""
+    drawn = [one for one in comparison.standings if one.losses]
+    for order, one in enumerate(drawn):
+        steps = range(1, len(one.losses) + 1)
+        axes.plot(steps, one.losses, label=one.label, linewidth=2.2 - 1.4 * order / max(len(drawn) - 1, 1), **_curve(one, order))
+        finite = [step for step, loss in zip(steps, one.losses, strict=True) if math.isfinite(loss)]
+        if not one.measured and finite:
+            _stopped(axes, finite[-1], one)
+    axes.set_title("Training loss")
+    axes.set_ylabel("nats / token")
+    axes.set_xlabel("optimizer step")
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
+    style.value_grid(axes, "y")
+    if drawn:
+        legend = axes.legend(loc="upper right", handlelength=1.5, labelspacing=0.2, borderaxespad=0.1, handletextpad=0.5)
+        for line in legend.get_lines():
+            line.set_linewidth(1.2)
+
+
+def difference_panel(axes: Axes, comparison: Comparison, reference: Standing) -> None:
+    """Loss minus the reference's, the tolerance as a band; logarithmic beyond the band where a system leaves it far behind."""
+    largest, lowest = 0.0, 0.0
+    for order, one in enumerate(comparison.standings):
+        if not one.losses or one is reference:
+            continue
+        shared = min(len(one.losses), len(reference.losses))
+        gap = np.asarray(one.losses[:shared]) - np.asarray(reference.losses[:shared])
+        finite = gap[np.isfinite(gap)].tolist()
+        largest, lowest = max([largest, *map(abs, finite)]), min([lowest, *finite])
+        axes.plot(range(1, shared + 1), gap, label=one.label, linewidth=1.0, **_curve(one, order))
+    axes.axhspan(-LOSS_TOLERANCE, LOSS_TOLERANCE, color="#eeeeee", zorder=0, linewidth=0)
+    axes.axhline(0, color=style.INK, linewidth=0.6, zorder=1)
+    if largest > 3 * LOSS_TOLERANCE:
+        top = 10 ** math.ceil(math.log10(largest))
+        low = -top if lowest < -3 * LOSS_TOLERANCE else -1.6 * LOSS_TOLERANCE
+        axes.set_yscale("symlog", linthresh=LOSS_TOLERANCE, linscale=1.0)
+        axes.set_ylim(low, top)
+        axes.set_yticks([tick for tick in (-top, -LOSS_TOLERANCE, 0, LOSS_TOLERANCE, top) if tick >= low])
+    else:
+        top = max(1.25 * LOSS_TOLERANCE, 1.15 * largest)
+        axes.set_ylim(-top, top)
+        axes.set_yticks([-LOSS_TOLERANCE, 0, LOSS_TOLERANCE])
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−")))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_ylabel("loss − ref.")
+    axes.set_xlabel("optimizer step")
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
+
+
+def _rows(axes: Axes, standings: Sequence[Standing]) -> None:
+    axes.set_yticks(range(len(standings)), [one.label for one in standings])
+    axes.set_ylim(len(standings) - 0.45, -0.55)
+    axes.tick_params(axis="y", length=0)
+
+
+def _status(axes: Axes, position: float, text: str) -> None:
+    """A cross at the axis and the status in words, where the bar would have been; no words where plan markers stand there."""
+    axes.plot(0, position, marker="x", color=style.ALARM, markersize=4, clip_on=False, linestyle="", zorder=5)
+    backed = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+    if text:
+        place = (0.0, position)
+        axes.annotate(text, place, (6, 0), textcoords="offset points", va="center", color=style.ALARM, bbox=backed, zorder=4)
+
+
+def _stopped(axes: Axes, step: int, standing: Standing) -> None:
+    """A cross at the last finite loss of a run that did not finish, with its status."""
+    place = (step, standing.losses[step - 1])
+    axes.plot(*place, marker="x", color=style.ALARM, markersize=5, linestyle="", zorder=6)
+    axes.annotate(standing.status_label, place, (4, 5), textcoords="offset points", fontsize=6, color=style.ALARM)
+
+
+def _memory_bar(
+    axes: Axes, centre: float, height: float, standing: Standing, observed: int | None, plan: int | None, *, device: bool = False
+) -> None:
+    looks = style.bar(standing.system) | ({} if device else {"hatch": "", "facecolor": style.tint(look(standing.system).color)})
+    if observed is not None:
+        label = f"{standing.label} {'device' if device else 'host'}"
+        axes.barh(centre, observed / 1e9, height=height, label=label, **looks)
+    if plan is not None:
+        ends = (centre - 0.5 * height, centre + 0.5 * height)
+        axes.vlines(plan / 1e9, *ends, color=style.ALARM, linewidth=1.2, zorder=6, label="plan")
+
+
+def _all_bytes(standing: Standing, with_device: bool) -> list[int]:
+    counts = [standing.host_bytes, standing.plan_host_bytes]
+    if with_device:
+        counts += [standing.device_bytes, standing.plan_device_bytes]
+    return [count for count in counts if count is not None]
+
+
+def _curve(standing: Standing, order: int) -> dict[str, Any]:
+    """Marker every so many steps, staggered, so that curves that coincide can still be told apart."""
+    every = max(1, len(standing.losses) // 6)
+    drawn = look(standing.system)
+    return {"color": drawn.color, "marker": drawn.marker, "markevery": (order * every // 5 % every, every), "markeredgewidth": 0}
+
+
+def _ratio_text(ratio: Estimate | None, speed: Estimate) -> str:
+    return f"{ratio.value:.2f}×" if ratio is not None else f"{speed.value:,.0f}"
+
+
+def _any_interval(standings: Sequence[Standing]) -> bool:
+    return any(one.speed is not None and one.speed.has_interval for one in standings)

@@ -1,0 +1,203 @@
+"""Rows on disk -> one typed DataFrame, one row a cell.
+
+Invariant: nothing is invented. A null in a row is a null in the frame; derived columns are computed here and nowhere else.
+Other sources (W&B) only have to yield `Row` objects: `from_rows` makes the same frame of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from analysis import stats
+from analysis.style import name_of
+from sweeps.result import Row, read_rows
+
+GROUP = ["experiment", "model", "batch_size", "seq_len", "machine_name"]
+"""What must be equal for two rows to be compared: a ratio never spans two machines."""
+
+COLUMNS: dict[str, str] = {
+    "experiment": "string",
+    "cell": "string",
+    "label": "string",
+    "system": "string",
+    "preset": "string",
+    "model": "string",
+    "num_params": "Int64",
+    "batch_size": "Int64",
+    "seq_len": "Int64",
+    "num_micro_batches": "Int64",
+    "status": "string",
+    "reason": "string",
+    "tokens_per_s": "Float64",
+    "tokens_per_s_lo": "Float64",
+    "tokens_per_s_hi": "Float64",
+    "num_windows": "Int64",
+    "step_s_median": "Float64",
+    "tflops_6p": "Float64",
+    "mfu": "Float64",
+    "final_loss": "Float64",
+    "heldout_loss": "Float64",
+    "agrees": "boolean",
+    "max_loss_difference": "Float64",
+    "peak_device_bytes": "Int64",
+    "peak_host_bytes": "Int64",
+    "host_bytes_per_param": "Float64",
+    "plan_device_bytes": "Int64",
+    "plan_host_bytes": "Int64",
+    "machine_name": "string",
+    "gpu": "string",
+    "torch_version": "string",
+    "deepspeed_version": "string",
+    "git_commit": "string",
+    "started_at": "string",
+    "source": "string",
+    "schema_version": "Int64",
+    "bench_version": "Int64",
+    "step_s": "object",
+    "losses": "object",
+    "dtypes": "object",
+    "host_bytes": "object",
+    "plan": "object",
+    "counters": "object",
+    "machine": "object",
+    "versions": "object",
+    "config": "object",
+}
+"""Column -> pandas dtype. Bytes are integers; nullable dtypes throughout, lists and mappings as they were written."""
+
+_UNTOLD = ("logging", "hydra", "output", "experiment", "machine")
+"""Parts of a config that never distinguish two cells in a label."""
+
+
+def load(*paths: Path | str) -> pd.DataFrame:
+    """One frame of all rows in JSONL files and folders (searched recursively); ValueError, in one line, for bad input."""
+    files = [file for path in paths for file in _files(Path(path))]
+    tagged = [(row, str(file)) for file in dict.fromkeys(files) for row in _read(file)]
+    if not tagged:
+        raise ValueError(f"{', '.join(map(str, paths)) or 'no path given'}: no rows in it; run a bench first (make bench)")
+    return from_rows([row for row, _ in tagged], sources=[source for _, source in tagged])
+
+
+def from_rows(rows: Sequence[Row], sources: Sequence[str] | None = None) -> pd.DataFrame:
+    """The typed frame of `rows`, in order. `sources` says where each came from."""
+    origins = sources if sources is not None else [""] * len(rows)
+    records = [_record(row, origin) for row, origin in zip(rows, origins, strict=True)]
+    data = {column: pd.Series([record[column] for record in records], dtype=dtype) for column, dtype in COLUMNS.items()}
+    frame = pd.DataFrame(data)
+    frame["label"] = pd.Series(_labels(frame), dtype="string", index=frame.index)
+    return frame
+
+
+def latest(frame: pd.DataFrame) -> pd.DataFrame:
+    """The last row of every cell on every machine: a resumed cell supersedes its failed attempt. Labels are made anew."""
+    kept = frame.drop_duplicates(["experiment", "cell", "machine_name"], keep="last").reset_index(drop=True)
+    kept["label"] = pd.Series(_labels(kept), dtype="string", index=kept.index)
+    return kept
+
+
+def groups(frame: pd.DataFrame) -> list[pd.DataFrame]:
+    """The comparable parts of a frame (see GROUP), in order of first appearance."""
+    parts = frame.groupby(GROUP, sort=False, dropna=False)
+    return [part.reset_index(drop=True) for _, part in parts]
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if path.is_dir():
+        found = sorted(path.rglob("*.jsonl"))
+        if not found:
+            raise ValueError(f"{path}: no *.jsonl in this folder; run a bench first (make bench) or name a rows file")
+        yield from found
+    elif path.is_file():
+        yield path
+    else:
+        raise ValueError(f"{path}: no such file or folder; name a rows file (*.jsonl) or a folder that holds some")
+
+
+def _read(path: Path) -> list[Row]:
+    try:
+        return read_rows(path)
+    except (TypeError, AttributeError, AssertionError, UnicodeDecodeError, OSError) as error:
+        detail = " ".join(str(error).split())
+        raise ValueError(f"{path}: not rows of this bench ({detail}); name a JSONL file that sweeps.run wrote") from None
+
+
+def _record(row: Row, source: str) -> dict[str, Any]:
+    """One flat record: the row's own fields, then what is derived from them."""
+    record: dict[str, Any] = {column: getattr(row, column) for column in COLUMNS if hasattr(row, column)}
+    for column, dtype in COLUMNS.items():
+        if dtype == "Float64" and isinstance(record.get(column), str):
+            record[column] = float(record[column])
+    speed = stats.throughput(record["tokens_per_s"], row.step_s)
+    host, params = row.peak_host_bytes, row.num_params
+    gpu = row.machine.get("gpu")
+    return record | {
+        "label": name_of(row.system),
+        "tokens_per_s_lo": speed.lo if speed else None,
+        "tokens_per_s_hi": speed.hi if speed else None,
+        "num_windows": len(row.step_s),
+        "step_s_median": stats.median(row.step_s).value if row.step_s else None,
+        "final_loss": row.losses[-1] if row.losses else None,
+        "host_bytes_per_param": host / params if host is not None and params else None,
+        "plan_device_bytes": _total(row.plan.get("device")),
+        "plan_host_bytes": _total(row.plan.get("host")),
+        "machine_name": machine_name(row.machine),
+        "gpu": str(gpu) if gpu else None,
+        "torch_version": row.versions.get("torch"),
+        "deepspeed_version": row.versions.get("deepspeed"),
+        "source": source,
+    }
+
+
+def machine_name(machine: dict[str, Any]) -> str:
+    """The machine in words: GPU (or CPU), cores, host memory in decimal GB; only what the row states."""
+    gpu, num_gpus = machine.get("gpu"), machine.get("num_gpus") or 1
+    parts = [
+        f"{num_gpus} × {gpu}" if gpu and num_gpus > 1 else str(gpu) if gpu else f"CPU only ({machine.get('cpu') or 'unknown'})"
+    ]
+    if machine.get("num_cores"):
+        parts.append(f"{machine['num_cores']} cores")
+    if machine.get("host_bytes"):
+        parts.append(f"{machine['host_bytes'] / 1e9:.0f} GB host")
+    return ", ".join(parts)
+
+
+def _total(kinds: dict[str, int] | None) -> int | None:
+    return sum(kinds.values()) if kinds else None
+
+
+def _labels(frame: pd.DataFrame) -> list[str]:
+    """The system's name, and as much of preset and config as tells apart the rows of one system in one group."""
+    labels = [name_of(system) for system in frame["system"]]
+    families: dict[tuple[Hashable, ...], list[int]] = {}
+    for position, key in enumerate(frame[[*GROUP, "system"]].astype(object).itertuples(index=False, name=None)):
+        families.setdefault(tuple(map(str, key)), []).append(position)
+    presets, configs = list(frame["preset"]), [dict(_flat(config)) for config in frame["config"]]
+    for family in families.values():
+        if len(family) == 1:
+            continue
+        differing = _differing([configs[position] for position in family])
+        for position in family:
+            told = [f"{key.rpartition('.')[2]}={configs[position].get(key)}" for key in differing]
+            by_preset = not told and not pd.isna(presets[position])
+            extra = str(presets[position]) if by_preset else ", ".join(told)
+            labels[position] += f" {extra}" if extra else ""
+    return labels
+
+
+def _differing(configs: Iterable[dict[str, Any]]) -> list[str]:
+    together = list(configs)
+    keys = dict.fromkeys(key for config in together for key in config)
+    told = [key for key in keys if key.split(".")[0] not in _UNTOLD]
+    return [key for key in told if len({repr(config.get(key)) for config in together}) > 1]
+
+
+def _flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

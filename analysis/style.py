@@ -1,0 +1,152 @@
+"""One look for every figure: a system has the same colour, marker and hatch wherever it is drawn.
+
+Invariant: the four quickstart systems are at least 15 units of CIE lightness apart, so they stay apart in grey and for
+every colour vision; files are byte-identical when rebuilt (no dates, bundled font) and PDFs embed their fonts.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+COLUMN_IN = 3.3
+"""Width of one column of a two-column paper, inches."""
+PAGE_IN = 6.9
+"""Width of the text block, inches."""
+INK = "#222222"
+MUTED = "#6f6f6f"
+ALARM = "#a4122a"
+"""Failures and disagreements; always with a word beside it."""
+
+RC: Any = {
+    "font.family": "DejaVu Sans",
+    "font.size": 7.5,
+    "axes.titlesize": 8,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 5,
+    "axes.labelsize": 7.5,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": INK,
+    "axes.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.unicode_minus": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.5,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "xtick.major.size": 2.5,
+    "ytick.major.size": 2.5,
+    "legend.fontsize": 6.5,
+    "legend.frameon": False,
+    "legend.handlelength": 1.8,
+    "hatch.linewidth": 0.5,
+    "lines.linewidth": 1.2,
+    "lines.markersize": 3.2,
+    "pdf.fonttype": 42,
+    "ps.fonttype": 42,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "megatrain-bench",
+    "figure.dpi": 100,
+    "savefig.dpi": 300,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """How one system is named and drawn."""
+
+    name: str
+    color: str
+    marker: str
+    hatch: str
+
+
+SYSTEMS: dict[str, Look] = {
+    "in_memory": Look(name="in memory", color="#2b2b2b", marker="o", hatch=""),
+    "megatrain": Look(name="MegaTrain", color="#1f5fa8", marker="s", hatch="///"),
+    "zero3": Look(name="ZeRO-3", color="#e0701f", marker="^", hatch="..."),
+    "fsdp2": Look(name="FSDP2", color="#8fd3c8", marker="D", hatch="\\\\\\"),
+    "zero2": Look(name="ZeRO-2", color="#c0488a", marker="v", hatch="xxx"),
+    "zero3_optimizer": Look(name="ZeRO-3 optimizer", color="#f4bb8f", marker="<", hatch="---"),
+    "superoffload": Look(name="SuperOffload", color="#7a4fa3", marker="P", hatch="|||"),
+    "zenflow": Look(name="ZenFlow", color="#c9b037", marker="X", hatch="+++"),
+    "torchao_offload": Look(name="torchao offload", color="#7f7f7f", marker=">", hatch="ooo"),
+    "published_megatrain": Look(name="MegaTrain (published)", color="#8cb4e0", marker="p", hatch="//"),
+}
+"""Every system by its registry name, in the order in which it is listed when nothing else decides."""
+
+STATUS_LABELS: dict[str, str] = {
+    "ok": "measured",
+    "oom_device": "OOM (device)",
+    "oom_host": "OOM (host)",
+    "timeout": "timed out",
+    "nonfinite": "non-finite loss",
+    "unsupported": "unsupported",
+    "wont_fit": "does not fit",
+    "error": "error",
+}
+
+
+def look(system: str) -> Look:
+    """The look of a registered system; an unknown one is drawn in grey under its own name."""
+    return SYSTEMS.get(system, Look(name=system, color="#a0a0a0", marker="h", hatch="oo"))
+
+
+def name_of(system: str) -> str:
+    """The system's name as printed in tables and figures."""
+    return look(system).name
+
+
+def bar(system: str) -> dict[str, Any]:
+    """Keyword arguments of a bar of this system: filled, hatched in white."""
+    drawn = look(system)
+    return {"facecolor": drawn.color, "edgecolor": "white", "hatch": drawn.hatch, "linewidth": 0}
+
+
+def tint(color: str, strength: float = 0.42) -> str:
+    """The colour mixed with white, opaque (a grid line never shows through)."""
+    mixed = [1 - strength * (1 - channel) for channel in to_rgb(color)]
+    return to_hex((mixed[0], mixed[1], mixed[2]))
+
+
+def context() -> AbstractContextManager[None]:
+    """The style as a context; everything that builds or saves a figure runs inside it."""
+    return matplotlib.rc_context(RC)
+
+
+def new_figure(width_in: float, height_in: float) -> Figure:
+    """An empty figure of this size, free of pyplot's global state."""
+    return Figure(figsize=(width_in, height_in), layout=ConstrainedLayoutEngine(w_pad=0.07))
+
+
+def value_grid(axes: Axes, axis: str) -> None:
+    """Light lines along the value axis only."""
+    axes.grid(True, axis="x" if axis == "x" else "y")
+
+
+def save(figure: Figure, stem: Path) -> list[Path]:
+    """Write stem.png and stem.pdf, reproducibly (no dates inside); return their paths."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    png, pdf = stem.parent / f"{stem.name}.png", stem.parent / f"{stem.name}.pdf"
+    with context():
+        figure.savefig(png, metadata={"Software": None})
+        engine = figure.get_layout_engine()
+        figure.set_layout_engine("none")  # the PDF keeps the PNG's layout: it is the slow half of a save
+        figure.savefig(pdf, metadata={"CreationDate": None, "Producer": None, "Creator": None})
+        figure.set_layout_engine(engine)
+    return [png, pdf]

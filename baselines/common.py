@@ -1,0 +1,133 @@
+"""What the baselines share: their options, the walk over a step's micro-batches, whole checkpoints, finite losses.
+
+Invariant: a mistake in an option is one line that names its config path, and a checkpoint directory is whole or absent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from engine import Batch, NonFiniteLossError
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommonOptions:
+    """Options of every baseline."""
+
+    activation_checkpointing: bool = True
+    """Keep each decoder layer's input only and recompute the layer in the backward."""
+    loss_chunk: int = 4096
+    """Tokens whose logits are alive at a time."""
+
+
+def parse_options(cls: type[T], options: Mapping[str, Any]) -> T:
+    """`options` as the frozen dataclass `cls` of bool and positive int fields; ValueError names `system.<key>`."""
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key, value in options.items():
+        if key not in fields:
+            raise ValueError(f"system.{key}: got {value!r}, allowed {', '.join(fields)}; remove it or choose one of these")
+        if isinstance(fields[key].default, bool):
+            if not isinstance(value, bool):
+                raise ValueError(f"system.{key}: got {value!r}, allowed true or false; choose one of these")
+        elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"system.{key}: got {value!r}, allowed an integer >= 1; the default is {fields[key].default}")
+    return cls(**options)
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """ValueError for a compute dtype that the baselines have no master copy scheme for."""
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"system.dtype: got {dtype}, allowed bfloat16, float32; choose one of these")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16` for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def micro_batches(batch: Batch, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """(tokens, labels, attention_mask or None) of each micro-batch on `device`, [micro_batch_size, seq_len] each."""
+    for index in range(batch.num_micro_batches):
+        mask = None if batch.attention_mask is None else batch.attention_mask[index].to(device, non_blocking=True)
+        yield batch.tokens[index].to(device, non_blocking=True), batch.labels[index].to(device, non_blocking=True), mask
+
+
+def raise_unless_finite(value: torch.Tensor | float, what: str, step: int) -> None:
+    """NonFiniteLossError when `value` (read on the host: this synchronises) is NaN or infinite."""
+    number = float(value)
+    if number != number or abs(number) == float("inf"):
+        raise NonFiniteLossError(f"step {step}: {what} is {number}; no optimizer step was taken, lower recipe.lr or check the data")
+
+
+class FiniteFlag:
+    """A step's verdict, finite or not, brought to the host behind the work that follows it."""
+
+    def __init__(self, device: torch.device) -> None:
+        on_cuda = device.type == "cuda"
+        self._host = torch.zeros((), dtype=torch.float32, pin_memory=on_cuda)
+        self._copied = torch.cuda.Event() if on_cuda else None
+        self._step = -1
+
+    def record(self, not_finite: torch.Tensor, step: int) -> None:
+        """Remember `not_finite` (0-dim fp32, 1.0 for a bad step) of `step`; enqueues one copy."""
+        self._host.copy_(not_finite, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+        self._step = step
+
+    def raise_if_bad(self) -> None:
+        """NonFiniteLossError, once, if the last recorded step was bad; waits for that step only."""
+        if self._step < 0:
+            return
+        if self._copied is not None:
+            self._copied.synchronize()
+        step, self._step = self._step, -1
+        if float(self._host):
+            raise NonFiniteLossError(
+                f"step {step}: the loss or the gradient norm is not finite; no optimizer step was taken, "
+                "lower recipe.lr or check the data"
+            )
+
+
+@contextlib.contextmanager
+def whole_directory(directory: Path) -> Iterator[Path]:
+    """A sibling to write in, renamed to `directory` when the block ends well, removed when it does not.
+
+    ValueError where `directory` exists.
+    """
+    directory = Path(directory).absolute()
+    if directory.exists():
+        raise ValueError(f"save: {directory} exists, allowed a new directory; choose another name or remove it")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        partial.rename(directory)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def load_state(directory: Path, num_params: int) -> dict[str, Any]:
+    """`state.pt` of a checkpoint directory; ValueError where it is missing or is of another model."""
+    path = Path(directory) / "state.pt"
+    if not path.is_file():
+        raise ValueError(f"resume: got {directory}, allowed a directory that save() wrote; give that of the same system")
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    if len(state["master"]) != num_params:
+        raise ValueError(
+            f"resume: got {len(state['master'])} parameters in {directory}, allowed {num_params}; "
+            "give a checkpoint of the same model"
+        )
+    return state

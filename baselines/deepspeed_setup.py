@@ -1,0 +1,62 @@
+"""What DeepSpeed needs before it can be used here: itself, a compiler, ninja, a cache, its accelerator's name.
+
+Invariant: importing this module imports no DeepSpeed; what is missing is told in one line, before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baselines.system import Unsupported
+
+MIN_VERSION = (0, 19, 8)
+"""First release whose ZeRO-3 gradient copies to the host do not block (DeepSpeed PR 8207)."""
+
+
+def require_deepspeed() -> None:
+    """Unsupported, in one line, where DeepSpeed is missing or too old or its CPU optimizer cannot be built."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise Unsupported("zero3: deepspeed is not installed; pip install 'deepspeed>=0.19.8'")
+    version = importlib.metadata.version("deepspeed")
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < MIN_VERSION:
+        raise Unsupported(f"zero3: deepspeed {version} blocks on every gradient copy; pip install 'deepspeed>=0.19.8'")
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise Unsupported(f"zero3: {compiler} is missing and DeepSpeedCPUAdam is built on first use; install a C++ compiler (g++)")
+    if _ninja_directory() is None:
+        raise Unsupported("zero3: ninja is missing and DeepSpeedCPUAdam is built on first use; pip install ninja")
+
+
+def _ninja_directory() -> str | None:
+    """Where ninja is: on PATH, or in the ninja package of an environment that was not activated."""
+    found = shutil.which("ninja")
+    if found is None and importlib.util.find_spec("ninja") is not None:
+        import ninja
+
+        found = shutil.which("ninja", path=ninja.BIN_DIR)
+    return None if found is None else str(Path(found).parent)
+
+
+def import_deepspeed(device: torch.device) -> Any:
+    """Import DeepSpeed quietly, for `device`, with a fixed cache for the operators that it builds."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatrain-bench" / "torch_extensions"
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache))
+    if device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    ninja = _ninja_directory()
+    if ninja is not None and shutil.which("ninja") is None:
+        os.environ["PATH"] = f"{ninja}{os.pathsep}{os.environ.get('PATH', '')}"
+    import deepspeed
+    import deepspeed.ops.adam
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    return deepspeed

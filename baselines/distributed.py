@@ -1,0 +1,47 @@
+"""One process group of one process, shared by the systems that insist on having one.
+
+Invariant: the group that `acquire` started is destroyed by the last `release`; one started by others is left alone.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import warnings
+
+import torch.distributed as dist
+
+_users = 0
+_ours = False
+
+
+def acquire(backend: str) -> None:
+    """Join the running process group, or start one of this process alone on a free port (`backend` as torch names it)."""
+    global _users, _ours
+    if not dist.is_initialized():
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        dist.init_process_group(backend, rank=0, world_size=1)
+        _users, _ours = 0, True
+    # DeepSpeed and FSDP2 call collectives that torch 2.13 renamed: a warning a call, inside the measured step.
+    warnings.filterwarnings("ignore", message=r".*torch\.distributed\..* is deprecated", category=FutureWarning)
+    _users += 1
+
+
+def release() -> None:
+    """Leave the group; the last one to leave destroys it, and DeepSpeed's memory of it."""
+    global _users, _ours
+    _users = max(0, _users - 1)
+    if _users or not _ours:
+        return
+    _ours = False
+    deepspeed_comm = sys.modules.get("deepspeed.comm.comm")
+    if deepspeed_comm is not None and deepspeed_comm.cdb is not None and deepspeed_comm.cdb.is_initialized():
+        # DeepSpeed keeps the group in module globals; a second engine in this process would use the dead one.
+        deepspeed_comm.destroy_process_group()
+        deepspeed_comm.cdb = None
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,197 @@
+"""Fsdp2: torch's own sharding (`fully_shard`) with CPU offload, in one process.
+
+Invariant: fp32 parameters live on the host and are the master; the mathematics is the recipe's; every
+micro-batch's gradients go to the host unless `accumulate_on_device` says that the device has room for all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baselines import distributed, footprint
+from baselines.common import (
+    CommonOptions,
+    check_dtype,
+    dtype_name,
+    load_state,
+    micro_batches,
+    parse_options,
+    raise_unless_finite,
+    whole_directory,
+)
+from baselines.loss import CausalLMLoss
+from baselines.model import config_of, count_params, decoder_layers, materialise
+from baselines.system import SystemSpec
+from engine import Batch, Plan
+
+STAGING_BYTES_PER_PARAM = 6
+"""Power-of-two pinning of parameters and gradients: 22 measured bytes of host memory per parameter less 16."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fsdp2Options(CommonOptions):
+    """Options of `Fsdp2`."""
+
+    accumulate_on_device: bool = False
+    """Keep the gradients on the device, 4 bytes per parameter, until the last micro-batch; no effect with one."""
+
+
+class Fsdp2:
+    """FSDP2 with CPUOffloadPolicy and fused AdamW on the host, as a `TrainingSystem`."""
+
+    def __init__(self, spec: SystemSpec) -> None:
+        check_dtype(spec.dtype)
+        self.options = parse_options(Fsdp2Options, spec.options)
+        config_of(spec.model)
+        self.spec = spec
+        self.loss: Any = None
+        self._joined = False
+        self._optimizer_s = 0.0
+
+    def plan(self) -> Plan:
+        """Closed-form bytes; 22 per parameter on the host, as measured."""
+        count, itemsize = count_params(self.spec.model), self.spec.dtype.itemsize
+        # The root's unsharded parameters, two layers (one computes, the next is gathered), and one layer's fp32 copy on its way.
+        weights = itemsize * (count.outer + 2 * count.largest_layer) + 4 * max(count.largest_layer, count.outer)
+        waits = self.options.accumulate_on_device and self.spec.shape.num_micro_batches > 1
+        gradients = 4 * count.total if waits else (itemsize + 4) * (count.outer + count.largest_layer)
+        device = {"weights": weights, "gradients": gradients, **footprint.activation_bytes(self.spec, self.options)}
+        host = {
+            "master": 4 * count.total,
+            "moments": 8 * count.total,
+            "gradients": 4 * count.total,
+            "staging": STAGING_BYTES_PER_PARAM * count.total,
+        }
+        return footprint.plan_on(self.spec.device, device, host)
+
+    def dtypes(self) -> dict[str, str]:
+        """Dtypes of (unsharded) weights, master, moments and gradients."""
+        return {"weights": dtype_name(self.spec.dtype), "master": "float32", "moments": "float32", "gradients": "float32"}
+
+    def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Build the fp32 module on the host, shard each decoder layer and the rest, and make the optimizer."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+        spec, recipe = self.spec, self.spec.recipe
+        on_cuda = spec.device.type == "cuda"
+        # Gradients are on the host: without gloo beside NCCL, clipping them fails.
+        distributed.acquire("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
+        self._joined = True
+        model = materialise(spec.model, torch.float32, torch.device("cpu"), weights)
+        names = [name for name, _ in model.named_parameters()]
+        self.loss = CausalLMLoss(
+            model, loss_chunk=self.options.loss_chunk, activation_checkpointing=self.options.activation_checkpointing
+        )
+        # The wrapper is the root: it calls the decoder and the head itself, so the head's unsharding hangs on its forward.
+        sharding = {
+            "mesh": init_device_mesh(spec.device.type, (1,)),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=spec.dtype, reduce_dtype=torch.float32),
+            "offload_policy": CPUOffloadPolicy(pin_memory=on_cuda),
+        }
+        for layer in decoder_layers(model):
+            fully_shard(layer, **sharding)
+        fully_shard(self.loss, **sharding)
+        # fully_shard made new Parameter objects: ask again, in the same order.
+        self._named = [(name, param) for name, (_, param) in zip(names, model.named_parameters(), strict=True)]
+        self._optimizer = torch.optim.AdamW(
+            [param for _, param in self._named],
+            lr=recipe.lr,
+            betas=(recipe.beta1, recipe.beta2),
+            eps=recipe.eps,
+            weight_decay=recipe.weight_decay,
+            fused=True,
+        )
+        self._step = 0
+        self._optimizer_s = 0.0
+
+    def train_step(self, batch: Batch) -> torch.Tensor:
+        """One optimizer step; clipping on the host waits for the gradients, so the loss is looked at there too."""
+        assert self.loss is not None, "setup comes first"
+        total = torch.zeros((), dtype=torch.float32, device=self.spec.device)
+        num_tokens = batch.num_tokens
+        self._optimizer.zero_grad()
+        for index, (tokens, labels, mask) in enumerate(micro_batches(batch, self.spec.device)):
+            last = index == batch.num_micro_batches - 1
+            self.loss.set_requires_gradient_sync(last or not self.options.accumulate_on_device)
+            loss = self.loss(tokens, labels, mask, num_tokens)
+            loss.backward()
+            total += loss.detach()
+        raise_unless_finite(total, "the loss", self._step)
+        self._update()
+        return total
+
+    def _update(self) -> None:
+        recipe, started = self.spec.recipe, time.perf_counter()
+        if recipe.clip_norm > 0:
+            norm: Any = torch.nn.utils.clip_grad_norm_([param for _, param in self._named], recipe.clip_norm)
+            raise_unless_finite(norm.to_local() if hasattr(norm, "to_local") else norm, "the gradient norm", self._step)
+        self._optimizer.param_groups[0]["lr"] = recipe.lr_at(self._step)
+        self._optimizer.step()
+        self._optimizer_s += time.perf_counter() - started
+        self._step += 1
+
+    def drain(self) -> None:
+        """Wait for the device."""
+        if self.spec.device.type == "cuda":
+            torch.cuda.synchronize(self.spec.device)
+
+    def counters(self) -> dict[str, float]:
+        """optimizer_s: seconds of clipping and AdamW on the host; nothing overlaps them."""
+        return {"optimizer_s": self._optimizer_s, "optimizer_wait_s": self._optimizer_s}
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, fp32 master on the host), one at a time."""
+        for name, param in self._named:
+            yield name, _local(param).to("cpu", copy=True)
+
+    def save(self, directory: Path) -> None:
+        """Write master, moments and the step number to `directory`/state.pt, as plain tensors."""
+        self.drain()
+        moments = {}
+        for name, param in self._named:
+            moments[name] = {key: _local(value) for key, value in self._optimizer.state[param].items()}
+        master = {name: _local(param) for name, param in self._named}
+        with whole_directory(directory) as partial:
+            torch.save({"master": master, "moments": moments, "step": self._step}, partial / "state.pt")
+
+    @torch.no_grad()
+    def resume(self, directory: Path) -> None:
+        """Continue bit for bit where `save` was called."""
+        state = load_state(directory, len(self._named))
+        for name, param in self._named:
+            _local(param).copy_(state["master"][name])
+            self._optimizer.state[param] = {
+                key: value.clone() if key == "step" else _like(param, value) for key, value in state["moments"][name].items()
+            }
+        self._step = state["step"]
+
+    def close(self) -> None:
+        """Free the memory and leave the process group; idempotent."""
+        if self.loss is not None:
+            self.loss = None
+            del self._named, self._optimizer
+        if self._joined:
+            self._joined = False
+            distributed.release()
+        if self.spec.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """The whole tensor that a DTensor over one process stands for; a plain tensor is itself."""
+    local: torch.Tensor = tensor.detach()
+    return local.to_local() if hasattr(local, "to_local") else local  # type: ignore[no-any-return]
+
+
+def _like(param: Any, value: torch.Tensor) -> torch.Tensor:
+    """A copy of the plain tensor `value`, placed as the DTensor `param` is."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(value.clone(), param.device_mesh, param.placements, shape=param.shape, stride=param.stride())

@@ -1,0 +1,96 @@
+"""The training loss of every baseline: next-token cross entropy, its head taken in chunks of tokens.
+
+Invariant: no more than one chunk's logits are alive at a time, in the forward and in the backward, and the value
+is that of the library's own `logits` (scales and soft caps included), for the library's own code computes each chunk.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from engine import IGNORE_INDEX
+
+
+class _DecoderOutput:
+    """What a decoder returned, with nothing in it but the last hidden state."""
+
+    def __init__(self, last_hidden_state: torch.Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _GivenHidden(nn.Module):
+    """Stands where the decoder stood and returns the hidden states it is given."""
+
+    def forward(self, *args: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> _DecoderOutput:
+        """`inputs_embeds` as the decoder's output."""
+        return _DecoderOutput(inputs_embeds)
+
+
+def _tail_of(model: nn.Module) -> nn.Module:
+    """The causal LM without its decoder: the library's code from the last hidden state to the logits.
+
+    A shallow copy, so the head stays the very module that DeepSpeed or FSDP put its hooks on. The copy's own hooks
+    are taken off: they are for the whole model's forward.
+    """
+    tail = copy.copy(model)
+    for attribute, value in vars(nn.Module()).items():
+        if "_hooks" in attribute:
+            tail.__dict__[attribute] = copy.copy(value)
+    tail.__dict__["_modules"] = dict(model._modules)
+    tail._modules[model.base_model_prefix] = _GivenHidden()
+    return tail
+
+
+def _checkpoint_layers(model: nn.Module) -> None:
+    """Recompute each decoder layer in the backward. transformers renamed the method after 5.17."""
+    enable: Any = getattr(model, "activation_checkpointing_enable", None)
+    if enable is None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        enable({"use_reentrant": False})
+
+
+class CausalLMLoss(nn.Module):
+    """A causal LM of transformers as one module from tokens to the loss; the model is the submodule `model`."""
+
+    def __init__(self, model: nn.Module, *, loss_chunk: int = 4096, activation_checkpointing: bool = True) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_chunk = loss_chunk
+        # Not a submodule: its parameters are the model's own.
+        self.__dict__["_tail"] = _tail_of(model)
+        if activation_checkpointing:
+            _checkpoint_layers(model)
+
+    def forward(
+        self, tokens: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor | None, num_tokens: int | torch.Tensor
+    ) -> torch.Tensor:
+        """Sum of the label tokens' cross entropies over `num_tokens`: 0-dim fp32.
+
+        tokens, labels and attention_mask are int64 [batch, seq_len]; labels are already shifted, -100 is ignored.
+        num_tokens counts the label tokens of the whole optimizer step, so micro-batches add up.
+        """
+        decoder = getattr(self.model, self.model.base_model_prefix)
+        hidden = decoder(input_ids=tokens, attention_mask=attention_mask, use_cache=False).last_hidden_state
+        rows, targets = hidden.flatten(0, 1), labels.flatten()
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for chunk, target in zip(rows.split(self.loss_chunk), targets.split(self.loss_chunk), strict=True):
+            # The chunk's logits die with this call and are computed again in its backward.
+            total = total + checkpoint(self._chunk_loss, chunk, target, use_reentrant=False, preserve_rng_state=False)
+        return total / num_tokens
+
+    def _chunk_loss(self, chunk: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        logits = self.__dict__["_tail"](inputs_embeds=chunk[None], use_cache=False).logits[0]
+        return F.cross_entropy(logits.float(), target, ignore_index=IGNORE_INDEX, reduction="sum")

@@ -1,0 +1,30 @@
+"""megatrain: the engine itself, built from a `SystemSpec`.
+
+Invariant: nothing but translation happens here; the class that trains is `engine.MegaTrain`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from baselines.model import build_skeleton
+from baselines.system import SystemSpec
+from engine import EngineConfig, MegaTrain
+
+
+def build(spec: SystemSpec) -> MegaTrain:
+    """The engine for `spec`; ValueError for an option it does not have. Allocates nothing that grows with the model."""
+    allowed = [field.name for field in dataclasses.fields(EngineConfig)]
+    for key, value in spec.options.items():
+        if key not in allowed:
+            raise ValueError(f"system.{key}: got {value!r}, allowed {', '.join(allowed)}; remove it or choose one of these")
+    return MegaTrain(
+        build_skeleton(spec.model, spec.dtype),
+        recipe=spec.recipe,
+        micro_batch_size=spec.shape.micro_batch_size,
+        seq_len=spec.shape.seq_len,
+        num_micro_batches=spec.shape.num_micro_batches,
+        dtype=spec.dtype,
+        device=spec.device,
+        config=EngineConfig(**spec.options),
+    )

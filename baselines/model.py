@@ -1,0 +1,249 @@
+"""The model of a `ModelSpec`, built from transformers: configuration, skeleton, initial weights.
+
+Invariant: this is the only module that imports transformers, and every system starts from the numbers of
+`initial_weights`, which depend on (spec, seed, device type) alone and are exact in bfloat16.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import difflib
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from baselines.system import ModelSpec, Unsupported
+
+LEGACY_ROPE = ("rope_theta", "rope_scaling")
+"""Keys of transformers 4 that transformers 5 still turns into `rope_parameters`."""
+
+
+def config_of(spec: ModelSpec) -> Any:
+    """The transformers configuration: no KV cache, every dropout rate 0. ValueError for what the user mistyped."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LM
+
+    if spec.model_type not in CAUSAL_LM:
+        near = difflib.get_close_matches(spec.model_type, CAUSAL_LM, n=3, cutoff=0.5) or ["llama", "qwen2", "mistral"]
+        raise ValueError(
+            f"model.model_type: got {spec.model_type!r}, allowed the {len(CAUSAL_LM)} causal-LM types of transformers "
+            f"such as {', '.join(near)}; choose one of these or upgrade transformers"
+        )
+    known = _known_keys(AutoConfig.for_model(spec.model_type))
+    for key in spec.config:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=3, cutoff=0.6) or ["hidden_size", "num_hidden_layers", "vocab_size"]
+            raise ValueError(
+                f"model.config.{key}: got {spec.config[key]!r}, allowed the keys of the {spec.model_type} config "
+                f"such as {', '.join(near)}; remove it or correct its name"
+            )
+    _check_attention(spec)
+    try:
+        config = AutoConfig.for_model(spec.model_type, **copy.deepcopy(dict(spec.config)))
+    except Exception as error:
+        if not type(error).__name__.startswith("StrictDataclass") and not isinstance(error, (ValueError, TypeError, KeyError)):
+            raise
+        raise ValueError(
+            f"model.config: got {dict(spec.config)}, allowed what the {spec.model_type} config accepts; {_one_line(error)}"
+        ) from None
+    config.use_cache = False
+    for key, value in config.to_dict().items():
+        if ("dropout" in key or "layerdrop" in key or key.endswith("_pdrop")) and isinstance(value, (int, float)):
+            setattr(config, key, 0.0)
+    return config
+
+
+def _known_keys(config: Any) -> list[str]:
+    known = {*inspect.signature(type(config).__init__).parameters, *config.to_dict(), *config.attribute_map}
+    known -= {"self", "args", "kwargs", "model_type"}
+    return sorted(known | set(LEGACY_ROPE) if "rope_parameters" in known else known)
+
+
+def _check_attention(spec: ModelSpec) -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    allowed = ["eager", *(name for name in ALL_ATTENTION_FUNCTIONS if "|" not in name)]
+    if spec.attn_implementation not in allowed:
+        raise ValueError(
+            f"model.attn_implementation: got {spec.attn_implementation!r}, allowed {', '.join(allowed)}; choose one of these"
+        )
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+@contextlib.contextmanager
+def _large_parameters_on_meta() -> Iterator[None]:
+    """Parameters of two or more dimensions become meta tensors as modules register them; ties stay one object."""
+    register: Callable[..., None] = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param.ndim >= 2 and not param.is_meta:
+            param = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def build_skeleton(spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
+    """The library's own causal LM in `dtype`, in training mode; parameters of two or more dimensions on meta.
+
+    One-dimensional parameters and all buffers (rotary frequencies stay fp32) are real, on the CPU, with the
+    library's initial values. Raises Unsupported where the attention implementation is not installed.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = config_of(spec)
+    skip_packed_sequence_check()
+    with torch.random.fork_rng(devices=[]), _large_parameters_on_meta():
+        torch.manual_seed(0)
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=spec.attn_implementation)
+        except ImportError as error:
+            raise Unsupported(f"model.attn_implementation={spec.attn_implementation}: {_one_line(error)}") from None
+        except ValueError as error:
+            if "attention" not in str(error):
+                raise
+            raise ValueError(
+                f"model.attn_implementation: got {spec.attn_implementation!r}, allowed what {spec.model_type} supports "
+                f"(eager always is); choose another: {_one_line(error)}"
+            ) from None
+    model.train()
+    return model  # type: ignore[no-any-return]
+
+
+def skip_packed_sequence_check() -> None:
+    """Tell transformers that no batch packs several documents into one sequence, which ours never do.
+
+    It would look for packing in the position ids of every forward without a mask, and read the answer on the host: one
+    device synchronisation for every forward and every chunk of the loss, in every system.
+    """
+    from transformers import masking_utils
+
+    if hasattr(masking_utils, "find_packed_sequence_indices"):
+        masking_utils.find_packed_sequence_indices = lambda position_ids: None
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The decoder layers: the longest ModuleList whose members are all of the library's `_no_split_modules` classes."""
+    classes = set(getattr(model, "_no_split_modules", None) or ())
+    lists = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList) and len(module) and all(type(child).__name__ in classes for child in module)
+    ]
+    if not lists:
+        raise Unsupported(
+            f"{type(model).__name__} has no list of decoder layers named in _no_split_modules; use another model_type"
+        )
+    return max(lists, key=len)
+
+
+class initial_weights:  # noqa: N801 - reads as the function it is: an iterable that can be walked again
+    """Re-iterable (name, tensor) of every parameter, a tied one once, named as `named_parameters` names it.
+
+    Two or more dimensions: normal(0, initializer_range) from a generator seeded by (seed, name), so a parameter's
+    values do not depend on the others nor on the order; one dimension: the library's own value. All values are
+    rounded to bfloat16 before the cast to `dtype`. One tensor is alive at a time. CPU and CUDA draw different numbers.
+    """
+
+    def __init__(self, spec: ModelSpec, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.seed, self.dtype, self.device = seed, dtype, device
+        skeleton = build_skeleton(spec, torch.float32)
+        self.std = float(getattr(skeleton.config, "initializer_range", None) or 0.02)
+        self.values = {name: param.detach() for name, param in skeleton.named_parameters()}
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, self[name]) for name in self.values)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """The parameter `name` alone: the same numbers as in the iteration."""
+        value = self.values[name]
+        if value.is_meta:
+            digest = hashlib.blake2b(f"{self.seed}:{name}".encode(), digest_size=8).digest()
+            generator = torch.Generator(device=self.device).manual_seed(int.from_bytes(digest, "little") >> 1)
+            value = torch.empty(value.shape, dtype=torch.float32, device=self.device)
+            value.normal_(0.0, self.std, generator=generator)
+        return value.to(self.device).to(torch.bfloat16).to(self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamCount:
+    """Numbers of parameters, tied ones counted once."""
+
+    num_layers: int
+    largest_layer: int
+    in_layers: int
+    outer: int
+    """Embedding, final norm and head."""
+    largest: int
+    """Elements of the largest single parameter."""
+
+    @property
+    def total(self) -> int:
+        """Parameters of the whole model."""
+        return self.in_layers + self.outer
+
+    @cached_property
+    def per_layer(self) -> float:
+        """Mean parameters of a decoder layer."""
+        return self.in_layers / self.num_layers
+
+
+def count_params(spec: ModelSpec) -> ParamCount:
+    """Parameters by kind, from the skeleton: milliseconds and no memory at any size."""
+    model = build_skeleton(spec, torch.bfloat16)
+    layers = decoder_layers(model)
+    sizes = [sum(param.numel() for param in layer.parameters()) for layer in layers]
+    every = [param.numel() for param in model.parameters()]
+    return ParamCount(
+        num_layers=len(layers),
+        largest_layer=max(sizes),
+        in_layers=sum(sizes),
+        outer=sum(every) - sum(sizes),
+        largest=max(every),
+    )
+
+
+def num_params(spec: ModelSpec) -> int:
+    """Parameters of the whole model, tied ones once."""
+    return count_params(spec).total
+
+
+def materialise(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, weights: Iterable[tuple[str, torch.Tensor]]
+) -> nn.Module:
+    """The model with real parameters in `dtype` on `device` that hold copies of `weights`; ties stay tied."""
+    model = build_skeleton(spec, dtype)
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for attribute, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(param, []).append((module, attribute))
+    missing = dict(model.named_parameters())
+    for name, value in weights:
+        param = missing.pop(name, None)
+        if param is None or param.shape != value.shape:
+            raise ValueError(
+                f"weights: got {name} of shape {tuple(value.shape)}, allowed the parameters of {spec.name}; rebuild them"
+            )
+        loaded = nn.Parameter(value.detach().to(device=device, dtype=dtype, copy=True))
+        for module, attribute in owners[param]:
+            setattr(module, attribute, loaded)
+    if missing:
+        raise ValueError(f"weights: {', '.join(list(missing)[:3])} not given, allowed all parameters of {spec.name}; rebuild them")
+    return model.to(device)

@@ -1,0 +1,132 @@
+"""TrainingSystem: the one interface that the engine and every baseline satisfy, and the registry of them.
+
+Invariant: the optimizer step is the only boundary all systems share, so one fused `train_step` is all the
+bench ever calls; a registry entry is imported on use, so a missing dependency costs only its own system.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from engine import Batch, Plan, Recipe
+
+
+class Unsupported(RuntimeError):  # noqa: N818 - a row status, not a programming error
+    """This system cannot run here; the message is one line that says why and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A decoder-only `transformers` model by its configuration; weights are random, no download."""
+
+    name: str
+    """Label in rows and figures, for example qwen2.5-3b."""
+    model_type: str
+    """transformers model type, for example qwen2, llama, gemma2."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the transformers config class."""
+    attn_implementation: str = "sdpa"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sequences of one optimizer step: batch_size of them in num_micro_batches equal parts, seq_len tokens each."""
+
+    batch_size: int
+    seq_len: int
+    num_micro_batches: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "seq_len", "num_micro_batches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"shape.{name}: got {getattr(self, name)}, allowed >= 1; give a positive integer")
+        if self.batch_size % self.num_micro_batches:
+            raise ValueError(
+                f"shape.num_micro_batches: got {self.num_micro_batches}, allowed a divisor of shape.batch_size "
+                f"({self.batch_size}); change one of the two"
+            )
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences in one micro-batch."""
+        return self.batch_size // self.num_micro_batches
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in one optimizer step."""
+        return self.batch_size * self.seq_len
+
+
+@dataclass(frozen=True, kw_only=True)
+class SystemSpec:
+    """All that a system is built from."""
+
+    model: ModelSpec
+    shape: Shape
+    recipe: Recipe
+    dtype: torch.dtype = torch.bfloat16
+    """Compute dtype: torch.bfloat16 (fp32 master beside it) or torch.float32."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The system's own knobs, the rest of the `system` config group."""
+
+
+class TrainingSystem(Protocol):
+    """One way to train the model. Constructing one allocates nothing that grows with the model."""
+
+    def plan(self) -> Plan:
+        """Closed-form bytes on device and host, by kind; allocates nothing."""
+
+    def dtypes(self) -> dict[str, str]:
+        """Dtypes of weights, master, moments and gradients, by these four names."""
+
+    def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Allocate, and load the initial weights (an iterable that yields each named parameter once)."""
+
+    def train_step(self, batch: Batch) -> torch.Tensor:
+        """Enqueue one whole optimizer step; return the mean loss per label token, 0-dim fp32, unsynchronised.
+
+        Raises NonFiniteLossError, here or in the next call or in drain, when the loss is not finite; that step
+        changes no parameter.
+        """
+
+    def drain(self) -> None:
+        """Return when every stream, worker and pending update is finished; re-raise worker errors."""
+
+    def counters(self) -> dict[str, float]:
+        """Totals since setup: h2d_bytes, d2h_bytes, recompute_flops, optimizer_s, optimizer_wait_s (those known)."""
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, fp32 tensor on the host) for every parameter, from the master copy."""
+
+    def save(self, directory: Path) -> None:
+        """Write everything `resume` needs; the directory appears whole or not at all."""
+
+    def resume(self, directory: Path) -> None:
+        """Continue, after setup, exactly where `save` was called."""
+
+    def close(self) -> None:
+        """Release devices, pinned memory, threads and process groups; idempotent."""
+
+
+REGISTRY: dict[str, str] = {
+    "in_memory": "baselines.in_memory:InMemory",
+    "megatrain": "baselines.megatrain:build",
+    "zero3": "baselines.zero3:Zero3",
+    "fsdp2": "baselines.fsdp2:Fsdp2",
+}
+
+
+def build(name: str, spec: SystemSpec) -> TrainingSystem:
+    """The system registered as `name`; ValueError for an unknown one, Unsupported where it cannot run."""
+    if name not in REGISTRY:
+        raise ValueError(f"system: got {name!r}, allowed {', '.join(REGISTRY)}; choose one of these")
+    module, attribute = REGISTRY[name].split(":")
+    system: TrainingSystem = getattr(importlib.import_module(module), attribute)(spec)
+    return system

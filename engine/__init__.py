@@ -1,0 +1,23 @@
+"""The compact MegaTrain engine: parameters and optimizer state live on the host, the GPU only computes.
+
+The names below are all that another room may import; torch is the only dependency.
+"""
+
+from engine.engine import EngineConfig, MegaTrain
+from engine.optimizer import cache_directory, clip_scale
+from engine.plan import Plan, layer_activation_bytes, logits_bytes
+from engine.recipe import IGNORE_INDEX, Batch, NonFiniteLossError, Recipe
+
+__all__ = [
+    "IGNORE_INDEX",
+    "Batch",
+    "EngineConfig",
+    "MegaTrain",
+    "NonFiniteLossError",
+    "Plan",
+    "Recipe",
+    "cache_directory",
+    "clip_scale",
+    "layer_activation_bytes",
+    "logits_bytes",
+]

@@ -1,0 +1,181 @@
+"""A decoder-only `transformers` model taken apart: what comes before the layers, the layers, what comes after.
+
+No list of families: the layers are the ModuleList of the classes in `_no_split_modules`; what each is called
+with is learnt by running the model's own forward over layers that only record. Invariant: every parameter
+belongs to exactly one block (embed, one layer, head), tied parameters to embed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.template import Template, share_templates
+
+
+class _LastLayerReachedError(Exception):
+    """Ends a recording run before the final norm and the head."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What the model passes to one layer beside the hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(kw_only=True)
+class Recording:
+    """One micro-batch's way into the layers."""
+
+    hidden: torch.Tensor
+    """[micro_batch, seq_len, hidden], attached to the graph of the embedding."""
+    calls: list[Call]
+
+
+class Decoder:
+    """The parts of one model skeleton. Its layer modules are replaced by recorders for good."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.prefix, layers = _find_layers(model)
+        _refuse_dropout(model)
+        self.layers = layers
+        self.templates: list[Template] = share_templates(layers)
+        self.blocks: list[dict[str, torch.Size]] = _blocks(model, self.prefix, layers)
+        self._inject: torch.Tensor | None = None
+        self._first: list[torch.Tensor] = []
+        self._calls: list[Call] = []
+        for index, layer in enumerate(layers):
+            layer.forward = partial(self._record, index)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.layers)
+
+    def full_name(self, block: int, name: str) -> str:
+        """The model's name of a block's parameter."""
+        return f"{self.prefix}.{block - 1}.{name}" if 1 <= block <= self.num_layers else name
+
+    def locate(self, full_name: str) -> tuple[int, str]:
+        """(block, local name) of a parameter; KeyError where the model has none of that name."""
+        start = self.prefix + "."
+        if full_name.startswith(start):
+            index, _, name = full_name[len(start) :].partition(".")
+            return int(index) + 1, name
+        for block in (0, self.num_layers + 1):
+            if full_name in self.blocks[block]:
+                return block, full_name
+        raise KeyError(full_name)
+
+    def bind(self, device: torch.device, outer: Mapping[str, torch.Tensor]) -> None:
+        """Put buffers on `device` and make the outer parameters views of device memory."""
+        for module in [self.model, *(t.module for t in self.templates)]:
+            for name, buffer in list(module.named_buffers()):
+                owner, _, leaf = name.rpartition(".")
+                module.get_submodule(owner)._buffers[leaf] = buffer.to(device)
+        parameters: dict[int, nn.Parameter] = {}
+        for name, parameter in list(self.model.named_parameters(remove_duplicate=False)):
+            if name.startswith(self.prefix + "."):
+                continue
+            owner, _, leaf = name.rpartition(".")
+            if id(parameter) not in parameters:
+                parameters[id(parameter)] = nn.Parameter(outer[name])
+            self.model.get_submodule(owner)._parameters[leaf] = parameters[id(parameter)]
+
+    def outer_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters outside the layers by name, as bound."""
+        wanted = self.blocks[0] | self.blocks[-1]
+        return {name: p for name, p in self.model.named_parameters() if name in wanted}
+
+    def record(self, tokens: torch.Tensor, attention_mask: torch.Tensor | None) -> Recording:
+        """Run the model as far as its last layer's call. tokens: int64 [micro_batch, seq_len] on the device."""
+        self._calls = []
+        hidden: list[torch.Tensor] = []
+        self._first = hidden
+        with contextlib.suppress(_LastLayerReachedError):
+            self.model(input_ids=tokens, attention_mask=attention_mask, use_cache=False)
+        calls, self._calls = self._calls, []
+        assert len(calls) == self.num_layers, f"the model called {len(calls)} of {self.num_layers} layers"
+        return Recording(hidden=hidden[0], calls=calls)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final norm, head and soft cap of [rows, tokens, hidden]: the model's own tail, differentiable in `hidden`."""
+        self._inject = hidden
+        try:
+            output: torch.Tensor = self.model(inputs_embeds=hidden.detach(), use_cache=False).logits
+        finally:
+            self._inject = None
+        return output
+
+    def _record(self, index: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        hidden: torch.Tensor = args[0] if args else kwargs.pop("hidden_states")
+        last = index == self.num_layers - 1
+        if self._inject is not None:
+            return self._inject if last else hidden
+        if index == 0:
+            self._first.append(hidden)
+        for value in _tensors((args[1:], kwargs)):
+            if value.requires_grad:
+                raise ValueError(
+                    f"model: {type(self.layers[index]).__name__} is called with a second differentiable tensor; "
+                    "allowed are layers that only the hidden states connect; choose another model"
+                )
+        self._calls.append(Call(args=args[1:], kwargs=kwargs))
+        if last:
+            raise _LastLayerReachedError
+        return hidden
+
+
+def _find_layers(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) and {type(layer).__name__ for layer in module} <= names:
+            return path, list(module)
+    raise ValueError(f"model: {type(model).__name__} has no list of decoder layers; allowed are decoder-only transformers models")
+
+
+def _refuse_dropout(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        for name in ("p", "attention_dropout", "dropout"):
+            value = getattr(module, name, 0.0)
+            if isinstance(value, float) and value > 0:
+                raise ValueError(f"model.config: {path}.{name} is {value}, allowed 0; set every dropout of the model to 0")
+
+
+def _blocks(model: nn.Module, prefix: str, layers: Sequence[nn.Module]) -> list[dict[str, torch.Size]]:
+    """Parameter shapes of embed, each layer, head. What is registered after the layers is head, unless tied to what is before."""
+    before: dict[str, torch.Size] = {}
+    after: dict[str, torch.Size] = {}
+    seen_layers = False
+    for name, parameter in model.named_parameters():
+        if name.startswith(prefix + "."):
+            seen_layers = True
+        else:
+            (after if seen_layers else before)[name] = parameter.shape
+    inner = [{name: p.shape for name, p in layer.named_parameters()} for layer in layers]
+    shared = {id(p) for layer in layers for p in layer.parameters()}
+    if len(shared) != sum(len(block) for block in inner):
+        raise ValueError(
+            "model: decoder layers share parameters; allowed are layers with weights of their own; choose another model"
+        )
+    return [before, *inner, after]
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)

@@ -1,0 +1,214 @@
+"""MegaTrain: the engine put together, behind the interface that every training system shares.
+
+Method: MegaTrain, arXiv 2604.05091, with an exact fp32 master, one recomputation and exact clipping.
+Invariant: constructing one allocates nothing that grows with the model; setup allocates once; a step allocates
+no pinned memory and waits for nothing that the schedule does not name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from engine import checkpoint
+from engine.decoder import Decoder
+from engine.executor import Executor
+from engine.host import MASTERS, HostSpec, HostStore
+from engine.layout import pack
+from engine.optimizer import AdamW
+from engine.plan import Plan, device_bytes
+from engine.recipe import Batch, Recipe
+from engine.schedule import LANES, Pipeline
+from engine.streams import CudaLanes, Lanes, TwinLanes
+
+HOST_OVERHEAD = 2 * 10**9
+"""Bytes of host memory that a process with torch, transformers and a CUDA context holds before any model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The engine's own knobs, the `system` config group."""
+
+    depth: int = 2
+    """Device slots for layer weights and slabs for layer gradients: 1 serial, 2 double-buffered, more to ride out jitter."""
+    streams: int = 3
+    """CUDA streams: 1 all work in order, 2 compute and copies, 3 compute, loads and stores."""
+    checkpoint_interval: int = 1
+    """Keep every K-th layer's input; 1 recomputes each layer once, more saves memory for one extra forward."""
+    gradient_slabs: int = 0
+    """Pinned host gradient slabs that the layers share; 0 gives every layer its own."""
+    loss_chunk: int = 4096
+    """Tokens whose logits are alive at a time."""
+    master: str = "split"
+    """fp32 master of a bfloat16 run: split (bf16 weight + int16 remainder, exact) or fp32 (apart)."""
+    num_threads: int = 0
+    """CPU threads of the optimizer; 0 takes all cores but two."""
+    poison: bool = False
+    """Fill freed slots with NaN, to find reads after a slot was given up."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("depth", 1), ("checkpoint_interval", 1), ("gradient_slabs", 0), ("loss_chunk", 1), ("num_threads", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(f"system.{name}: got {value!r}, allowed an integer >= {least}; set system.{name}={max(least, 1)}")
+        if self.streams not in LANES:
+            raise ValueError(f"system.streams: got {self.streams!r}, allowed 1, 2 or 3; 3 overlaps the most")
+        if self.master not in MASTERS:
+            raise ValueError(f"system.master: got {self.master!r}, allowed {', '.join(MASTERS)}; split holds the fewest bytes")
+
+
+class MegaTrain:
+    """Trains a decoder-only transformers model whose parameters and optimizer state stay in host memory."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        recipe: Recipe,
+        micro_batch_size: int,
+        seq_len: int,
+        num_micro_batches: int = 1,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+        config: EngineConfig | None = None,
+        lanes: Lanes | None = None,
+    ) -> None:
+        """model: a skeleton, parameters on the meta device or to be overwritten; it becomes the engine's own.
+
+        Raises ValueError where the model, the dtype or an option is not supported.
+        """
+        if dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"system.dtype: got {dtype}, allowed bfloat16, float32; bfloat16 keeps an fp32 master beside it")
+        self.config, self.recipe, self.dtype = config or EngineConfig(), recipe, dtype
+        self.device = _with_index(torch.device(device))
+        self.shape = (num_micro_batches, micro_batch_size, seq_len)
+        self._decoder = Decoder(model)
+        self._model_config = model.config
+        self.pipeline = Pipeline(
+            num_layers=self._decoder.num_layers,
+            depth=self.config.depth,
+            streams=self.config.streams,
+            checkpoint_interval=self.config.checkpoint_interval,
+            gradient_slabs=self.config.gradient_slabs,
+            clip=recipe.clip_norm > 0,
+            poison=self.config.poison,
+        )
+        self._layouts = [pack(block.items()) for block in self._decoder.blocks]
+        self._host = self._host_spec()
+        self._lanes = lanes
+        self._store: HostStore | None = None
+        self._executor: Executor | None = None
+        self._next_step = 0
+
+    def _host_spec(self) -> HostSpec:
+        p, sizes = self.pipeline, [layout.numel for layout in self._layouts]
+        slabs, kept = dict(enumerate(sizes)), range(0)
+        if p.pooled:
+            slabs = dict.fromkeys(range(p.gradient_slabs), max(sizes[1:-1]))
+            slabs |= {p.gradient_slabs: sizes[0], p.gradient_slabs + p.head: sizes[-1]}
+            kept = range(1, p.head) if p.clip else range(0)
+        return HostSpec(layouts=self._layouts, dtype=self.dtype, master=self.config.master, slabs=slabs, kept=kept)
+
+    def plan(self) -> Plan:
+        """Closed-form bytes by kind; allocates nothing."""
+        host = self._host.host_bytes() | {"other": HOST_OVERHEAD}
+        device = device_bytes(self.pipeline, self._layouts, self._model_config, self.dtype, self.shape, self.config.loss_chunk)
+        return Plan(device=device, host=host)
+
+    def dtypes(self) -> dict[str, str]:
+        """Dtypes of what is kept."""
+        name = str(self.dtype).removeprefix("torch.")
+        master = "float32" if name == "float32" or self.config.master == "fp32" else "float32 (bfloat16 + int16 remainder)"
+        return {"weights": name, "master": master, "moments": "float32", "gradients": name}
+
+    def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Allocate host and device memory and load `weights`: (name, tensor) pairs, every parameter once."""
+        self._store = HostStore(self._host, pin=self.device.type == "cuda")
+        missing = {self._decoder.full_name(b, n) for b, block in enumerate(self._decoder.blocks) for n in block}
+        for name, value in weights:
+            self._store.set_parameter(*self._decoder.locate(name), value)
+            missing.discard(name)
+        if missing:
+            raise ValueError(
+                f"weights: {len(missing)} parameters were not given, {sorted(missing)[0]} among them; allowed is a full set"
+            )
+        if self._lanes is None:
+            names = list(dict.fromkeys(LANES[self.config.streams].values()))
+            self._lanes = CudaLanes(self.device, names) if self.device.type == "cuda" else TwinLanes()
+        threads = self.config.num_threads or max(1, (os.cpu_count() or 1) - (2 if self.device.type == "cuda" else 0))
+        self._executor = Executor(
+            self.pipeline,
+            self._decoder,
+            self._store,
+            AdamW(self.recipe, num_threads=threads),
+            self._lanes,
+            device=self.device,
+            loss_chunk=self.config.loss_chunk,
+            micro_batch=self.shape,
+        )
+
+    def _ready(self) -> tuple[HostStore, Executor, Lanes]:
+        assert self._store is not None, "call setup first"
+        assert self._executor is not None
+        assert self._lanes is not None
+        return self._store, self._executor, self._lanes
+
+    def train_step(self, batch: Batch) -> torch.Tensor:
+        """Enqueue one optimizer step over all micro-batches; the mean loss, fp32, 0-dim, unsynchronised.
+
+        Raises NonFiniteLossError (here, in a later call or in drain) where a loss or a gradient norm was not finite.
+        """
+        _, executor, _ = self._ready()
+        assert tuple(batch.tokens.shape) == self.shape, f"batch of shape {tuple(batch.tokens.shape)}, expected {self.shape}"
+        loss = executor.run(batch, self._next_step)
+        self._next_step += 1
+        return loss
+
+    def drain(self) -> None:
+        """Return when every lane is idle and every update applied; re-raise what went wrong on the CPU lane."""
+        self._ready()[2].drain()
+
+    def counters(self) -> dict[str, float]:
+        """Totals since setup: bytes moved each way, recomputed FLOPs, seconds the optimizer ran and was waited for."""
+        _, executor, lanes = self._ready()
+        return executor.counters | {"optimizer_wait_s": lanes.waited_s}
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, fp32 copy on the host) of every parameter."""
+        store, _, lanes = self._ready()
+        lanes.drain()
+        for block in range(self.pipeline.num_blocks):
+            for name, value in store.parameters(block):
+                yield self._decoder.full_name(block, name), value
+
+    def save(self, directory: Path) -> None:
+        """Write a checkpoint directory; it appears whole or not at all."""
+        store, _, lanes = self._ready()
+        lanes.drain()
+        checkpoint.save(store, directory, self._next_step)
+
+    def resume(self, directory: Path) -> None:
+        """Continue, after setup, from a checkpoint that `save` wrote."""
+        store, _, lanes = self._ready()
+        lanes.drain()
+        self._next_step = checkpoint.resume(store, directory)
+
+    def close(self) -> None:
+        """Stop the worker and unpin the host arena; idempotent."""
+        if self._lanes is not None:
+            self._lanes.close()
+        if self._store is not None:
+            self._store.close()
+        self._store = self._executor = None
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """`cuda` as the current `cuda:N`, which a worker thread must be given by number."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -1,0 +1,243 @@
+"""Runs a schedule. The only file that touches streams; the schedule alone says what waits for what.
+
+Invariant: an operation's work reads and writes only what the schedule declares for it, plus values that live on
+the compute lane from one computation to the next (hidden states, checkpoints, sums of gradients).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from engine.decoder import Decoder, Recording
+from engine.head import loss_and_gradients, num_chunks
+from engine.host import HostStore
+from engine.layout import Layout
+from engine.optimizer import AdamW, clip_scale
+from engine.recipe import Batch, NonFiniteLossError
+from engine.schedule import Op, Pipeline, build
+from engine.slots import Gradients, Slots
+from engine.streams import Lanes, Ticket
+
+
+@dataclass(kw_only=True)
+class _Step:
+    """The values of one step that pass between computations on the compute lane."""
+
+    index: int
+    batch: Batch
+    num_tokens: int
+    loss: torch.Tensor
+    recordings: list[Recording] = field(default_factory=list)
+    hidden: list[torch.Tensor] = field(default_factory=list)
+    saved: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    """Layer (counted from 1) -> its input, one a micro-batch."""
+    grads: list[torch.Tensor] = field(default_factory=list)
+
+
+class Executor:
+    """Device memory, handlers for each kind of operation, and the tickets that connect one step to the next."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        decoder: Decoder,
+        store: HostStore,
+        optimizer: AdamW,
+        lanes: Lanes,
+        *,
+        device: torch.device,
+        loss_chunk: int,
+        micro_batch: tuple[int, int, int],
+    ) -> None:
+        """micro_batch: (number of them, rows, seq_len)."""
+        self.pipeline, self.decoder, self.store, self.optimizer, self.lanes = pipeline, decoder, store, optimizer, lanes
+        self.device, self.loss_chunk = device, loss_chunk
+        self.ops = build(pipeline)
+        self.counters = dict.fromkeys(("h2d_bytes", "d2h_bytes", "recompute_flops", "optimizer_s"), 0.0)
+        self._labels = [f"{op.kind} {op.phase} {op.block}" for op in self.ops]
+        self._tickets: tuple[list[Ticket], list[Ticket]] = ([], [])
+        self._allocate(store.spec.dtype, *micro_batch)
+
+    def _allocate(self, dtype: torch.dtype, num_micro_batches: int, rows: int, seq_len: int) -> None:
+        layouts, head = self.store.spec.layouts, self.pipeline.head
+        self._slots = Slots(self.pipeline.depth, layouts[1:head], dtype, self.device)
+        self._outer = {b: self._zeros(layouts[b].numel, dtype) for b in (0, head)}
+        outer: dict[str, torch.Tensor] = {}
+        for block, flat in self._outer.items():
+            outer |= layouts[block].views(flat)
+        self.decoder.bind(self.device, outer)
+        self._outer_parameters = self.decoder.outer_parameters()
+        self._num_embed = len(layouts[0].fields)
+
+        contributions = num_chunks(rows, seq_len, self.loss_chunk) * num_micro_batches
+        layer_numel = max(layout.numel for layout in layouts[1:head])
+        self._slabs = [self._zeros(layer_numel, dtype) for _ in range(self.pipeline.depth)]
+        self._outer_slabs = {b: self._zeros(layouts[b].numel, dtype) for b in (0, head)}
+        self._layer_wide = self._wide(layer_numel, dtype, num_micro_batches)
+        self._outer_gradients = {
+            b: Gradients(layouts[b], self._outer_slabs[b], self._wide(layouts[b].numel, dtype, contributions)) for b in (0, head)
+        }
+        self._norms = torch.zeros(self.pipeline.num_blocks, device=self.device)
+        self._verdict = torch.zeros(2, pin_memory=self.device.type == "cuda")  # loss and gradient norm, for the CPU lane
+
+    def _zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def _wide(self, numel: int, dtype: torch.dtype, contributions: int) -> torch.Tensor | None:
+        """fp32 scratch where several bf16 contributions are summed."""
+        return self._zeros(numel, torch.float32) if contributions > 1 and dtype != torch.float32 else None
+
+    def run(self, batch: Batch, step: int) -> torch.Tensor:
+        """Enqueue one step; the loss, fp32, 0-dim, on the device's current stream."""
+        loss = torch.zeros((), dtype=torch.float32, device=self.device)
+        state = _Step(index=step, batch=batch, num_tokens=batch.num_tokens, loss=loss)
+        current: list[Ticket] = []
+        self._tickets = (self._tickets[1], current)
+        for op, label in zip(self.ops, self._labels, strict=True):
+            waits = [self._tickets[offset + 1][index] for offset, index in op.waits if offset == 0 or self._tickets[0]]
+            handler = getattr(self, f"_{op.phase or op.kind}")
+            current.append(self.lanes.submit(op.lane, partial(handler, op, state), waits, signals=op.signals, label=label))
+        return loss
+
+    # Device lanes: transfers.
+
+    def _load(self, op: Op, _: _Step) -> None:
+        source = self.store.states[op.block].weight
+        target = self._outer[op.block] if op.slot < 0 else self._slots.buffers[op.slot]
+        target[: source.numel()].copy_(source, non_blocking=True)
+        self.counters["h2d_bytes"] += source.nbytes
+
+    def _store(self, op: Op, _: _Step) -> None:
+        source = self._slab(op)
+        self.store.slabs[op.host_slab][: source.numel()].copy_(source, non_blocking=True)
+        self.counters["d2h_bytes"] += source.nbytes
+
+    def _free(self, op: Op, _: _Step) -> None:
+        if self.pipeline.poison:
+            self._slots.poison(op.slot)
+
+    def _slab(self, op: Op) -> torch.Tensor:
+        flat = self._outer_slabs[op.block] if op.slab < 0 else self._slabs[op.slab]
+        return flat[: self._layout(op).numel]
+
+    def _layout(self, op: Op) -> Layout:
+        return self.store.spec.layouts[op.block]
+
+    # Compute lane.
+
+    @torch.no_grad()
+    def _embed(self, _: Op, s: _Step) -> None:
+        masks = s.batch.attention_mask
+        for m in range(s.batch.num_micro_batches):
+            mask = None if masks is None else self._to_device(masks[m])
+            with torch.enable_grad():
+                recording = self.decoder.record(self._to_device(s.batch.tokens[m]), mask)
+            s.recordings.append(recording)
+            s.hidden.append(recording.hidden.detach())
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.device.type == "cuda":
+            tensor = tensor.pin_memory()  # from torch's cache of pinned blocks, which are reused only after their copies
+        return tensor.to(self.device, non_blocking=True)
+
+    @torch.no_grad()
+    def _forward(self, op: Op, s: _Step) -> None:
+        if (op.block - 1) % self.pipeline.checkpoint_interval == 0:
+            s.saved[op.block] = list(s.hidden)
+        s.hidden = self._layer(op, s, s.hidden)
+
+    @torch.no_grad()
+    def _recompute(self, op: Op, s: _Step) -> None:
+        s.saved[op.block + 1] = self._layer(op, s, s.saved[op.block])
+        tokens = s.batch.tokens.numel()
+        self.counters["recompute_flops"] += 2 * self._layout(op).num_params * tokens
+
+    def _layer(self, op: Op, s: _Step, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        weights, layer = self._slots.weights(op.slot, self._layout(op)), op.block - 1
+        template = self.decoder.templates[layer]
+        return [template.forward(weights, x, r.calls[layer], layer) for x, r in zip(inputs, s.recordings, strict=True)]
+
+    @torch.no_grad()
+    def _tail(self, op: Op, s: _Step) -> None:
+        parameters = list(self._outer_parameters.values())
+        for m, hidden in enumerate(s.hidden):
+            loss, grad = loss_and_gradients(
+                self.decoder,
+                hidden,
+                self._to_device(s.batch.labels[m]),
+                num_tokens=s.num_tokens,
+                chunk=self.loss_chunk,
+                parameters=parameters,
+                add=self._add_outer,
+            )
+            s.loss.add_(loss)
+            s.grads.append(grad)
+        s.hidden.clear()
+        self._finish(op, self._outer_gradients[op.block])
+        if not self.pipeline.clip:
+            self._verdict[0].copy_(s.loss, non_blocking=True)
+
+    def _add_outer(self, grads: Sequence[torch.Tensor | None]) -> None:
+        self._outer_gradients[0].add(grads[: self._num_embed])
+        self._outer_gradients[self.pipeline.head].add(grads[self._num_embed :])
+
+    @torch.no_grad()
+    def _backward(self, op: Op, s: _Step) -> None:
+        layout, layer = self._layout(op), op.block - 1
+        weights, template = self._slots.weights(op.slot, layout), self.decoder.templates[layer]
+        gradients = Gradients(layout, self._slabs[op.slab], self._layer_wide)
+        inputs = s.saved.pop(op.block)
+        for m, recording in enumerate(s.recordings):
+            s.grads[m], grads = template.backward(weights, inputs[m], recording.calls[layer], layer, s.grads[m])
+            gradients.add(grads)
+        self._finish(op, gradients)
+        self.counters["recompute_flops"] += 2 * layout.num_params * s.batch.tokens.numel()
+
+    @torch.no_grad()
+    def _embed_backward(self, op: Op, s: _Step) -> None:
+        parameters = list(self._outer_parameters.values())
+        for recording, grad in zip(s.recordings, s.grads, strict=True):
+            grads = torch.autograd.grad(recording.hidden, parameters, grad, allow_unused=True)
+            late = [
+                n
+                for n, g in zip(list(self._outer_parameters)[self._num_embed :], grads[self._num_embed :], strict=True)
+                if g is not None
+            ]
+            assert not late, f"{late} are used before the layers but registered after them"
+            self._outer_gradients[0].add(grads[: self._num_embed])
+        self._finish(op, self._outer_gradients[0])
+        s.recordings.clear()
+        s.grads.clear()
+
+    def _finish(self, op: Op, gradients: Gradients) -> None:
+        flat = gradients.finish()
+        if self.pipeline.clip:
+            self._norms[op.block] = torch.linalg.vector_norm(flat, dtype=torch.float32)
+
+    @torch.no_grad()
+    def _clip(self, _: Op, s: _Step) -> None:
+        norm = torch.linalg.vector_norm(self._norms)
+        self._verdict.copy_(torch.stack((s.loss, norm)), non_blocking=True)
+
+    # CPU lane.
+
+    def _keep(self, op: Op, _: _Step) -> None:
+        home = self.store.kept[op.block]
+        home.copy_(self.store.slabs[op.host_slab][: home.numel()])
+
+    def _step(self, op: Op, s: _Step) -> None:
+        loss, norm = self._verdict.tolist()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise NonFiniteLossError(f"step {s.index}: loss {loss}, gradient norm {norm}; no optimizer step was taken")
+        state = self.store.states[op.block]
+        gradient = self.store.kept[op.block] if op.host_slab < 0 else self.store.slabs[op.host_slab][: state.weight.numel()]
+        started = time.perf_counter()
+        scale = clip_scale(norm, self.optimizer.recipe.clip_norm)
+        self.optimizer.step(state, gradient, step=s.index, scale=scale)
+        self.counters["optimizer_s"] += time.perf_counter() - started

@@ -1,0 +1,59 @@
+"""Final norm, output head and loss, forward and backward, in chunks of tokens.
+
+Invariant: one chunk's logits are alive at a time; each chunk is differentiated before the next is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch.nn import functional as F
+
+from engine.decoder import Decoder
+from engine.recipe import IGNORE_INDEX
+
+
+def chunks(rows: int, seq_len: int, chunk: int) -> Iterator[tuple[slice, slice]]:
+    """(rows, columns) of [rows, seq_len] in pieces of at most `chunk` tokens: whole sequences where they fit."""
+    num_rows, num_columns = max(1, chunk // seq_len), min(seq_len, chunk)
+    for row in range(0, rows, num_rows):
+        for column in range(0, seq_len, num_columns):
+            yield slice(row, row + num_rows), slice(column, column + num_columns)
+
+
+def num_chunks(rows: int, seq_len: int, chunk: int) -> int:
+    """How many pieces `chunks` gives."""
+    return sum(1 for _ in chunks(rows, seq_len, chunk))
+
+
+def loss_and_gradients(
+    decoder: Decoder,
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    num_tokens: int,
+    chunk: int,
+    parameters: Sequence[torch.Tensor],
+    add: Callable[[Sequence[torch.Tensor | None]], None],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss, gradient of `hidden`) of one micro-batch.
+
+    hidden: [rows, seq_len, hidden]; labels: int64 [rows, seq_len], -100 ignored. The loss is the sum of the
+    tokens' cross-entropies over `num_tokens`, fp32, 0-dim. `add` is given each chunk's gradients of `parameters`.
+    """
+    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    grad_hidden = torch.empty_like(hidden)
+    for part in chunks(labels.shape[0], labels.shape[1], chunk):
+        piece = hidden[part].detach().requires_grad_()
+        with torch.enable_grad():
+            logits = decoder.logits(piece).float()
+            loss = F.cross_entropy(logits.flatten(0, -2), labels[part].flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+            loss = loss / num_tokens
+        del logits
+        grads = torch.autograd.grad(loss, [piece, *parameters], allow_unused=True)
+        assert grads[0] is not None
+        grad_hidden[part] = grads[0]
+        add(grads[1:])
+        total += loss.detach()
+    return total, grad_hidden

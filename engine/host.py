@@ -1,0 +1,136 @@
+"""The host store: the only owner of parameters, optimizer state and gradients.
+
+Two arenas of exact size, allocated once: one pinned (all that a DMA touches: weights and gradient slabs), one
+pageable (all that only the CPU touches: master or remainder, moments, kept gradients). Invariant: nothing is
+allocated or pinned after setup, and every byte is in `host_bytes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.layout import Layout
+from engine.optimizer import BlockState, read_master, write_master
+
+PAGE = 4096
+MASTERS = ("split", "fp32")
+"""How a bf16 system keeps its fp32 master: bf16 weight + int16 remainder (12 B/param held), or apart (14 B/param)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostSpec:
+    """Sizes of the store."""
+
+    layouts: Sequence[Layout]
+    """One a block."""
+    dtype: torch.dtype
+    """Of weights and gradients: bfloat16 or float32."""
+    master: str
+    """One of MASTERS; with float32 weights the weight itself is the master."""
+    slabs: Mapping[int, int]
+    """Host gradient slab -> elements."""
+    kept: Sequence[int] = ()
+    """Blocks whose gradients move out of their slab and wait in a home of their own."""
+
+    @property
+    def extra_dtype(self) -> torch.dtype | None:
+        """Dtype of what completes the weight to the fp32 master."""
+        if self.dtype == torch.float32:
+            return None
+        return torch.int16 if self.master == "split" else torch.float32
+
+    def host_bytes(self) -> dict[str, int]:
+        """Bytes by kind, as they will be allocated."""
+        numel = sum(layout.numel for layout in self.layouts)
+        slabs = sum(self.slabs.values()) + sum(self.layouts[block].numel for block in self.kept)
+        return {
+            "weights": numel * self.dtype.itemsize,
+            "master": numel * self.extra_dtype.itemsize if self.extra_dtype else 0,
+            "moments": numel * 8,
+            "gradients": slabs * self.dtype.itemsize,
+        }
+
+
+class HostStore:
+    """The arenas, cut up by block."""
+
+    def __init__(self, spec: HostSpec, *, pin: bool) -> None:
+        self.spec = spec
+        sizes = [layout.numel for layout in spec.layouts]
+        pinned_numel = sum(sizes) + sum(spec.slabs.values())
+        self._arena = _Arena(pinned_numel * spec.dtype.itemsize, pin=pin)
+        pinned = self._arena.bytes.view(spec.dtype)
+        weights, rest = _cut(pinned, sizes)
+        self.slabs = dict(zip(spec.slabs, _cut(rest, list(spec.slabs.values()))[0], strict=True))
+        self.kept = {block: torch.zeros(sizes[block], dtype=spec.dtype) for block in spec.kept}
+        moments = [_cut(torch.zeros(sum(sizes)), sizes)[0] for _ in range(2)]
+        extras: list[torch.Tensor] | list[None] = [None] * len(sizes)
+        if spec.extra_dtype is not None:
+            extras = _cut(torch.zeros(sum(sizes), dtype=spec.extra_dtype), sizes)[0]
+        self.states = [
+            BlockState(weight=w, extra=x, exp_avg=m, exp_avg_sq=v) for w, x, m, v in zip(weights, extras, *moments, strict=True)
+        ]
+
+    def set_parameter(self, block: int, name: str, value: torch.Tensor) -> None:
+        """Store an initial or resumed parameter, of any dtype and device, as fp32 master and weight."""
+        field = next(f for f in self.spec.layouts[block].fields if f.name == name)
+        assert value.shape == field.shape, f"{name}: got {tuple(value.shape)}, expected {tuple(field.shape)}"
+        part, state = slice(field.offset, field.offset + field.numel), self.states[block]
+        if value.dtype == state.weight.dtype and (state.extra is None or state.extra.dtype == torch.int16):
+            state.weight[part].copy_(value.reshape(-1))  # exact: the remainder is zero
+            if state.extra is not None:
+                state.extra[part].zero_()
+            return
+        write_master(value.reshape(-1).float().cpu(), state.weight[part], None if state.extra is None else state.extra[part])
+
+    def parameters(self, block: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """(local name, fp32 copy) of a block's parameters."""
+        state = self.states[block]
+        for f in self.spec.layouts[block].fields:
+            part = slice(f.offset, f.offset + f.numel)
+            extra = None if state.extra is None else state.extra[part]
+            yield f.name, read_master(state.weight[part], extra).clone().view(f.shape)
+
+    def close(self) -> None:
+        """Unpin; idempotent."""
+        self._arena.close()
+
+
+def _cut(flat: torch.Tensor, sizes: Sequence[int]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Consecutive pieces of the given lengths, and what is left."""
+    pieces, start = [], 0
+    for size in sizes:
+        pieces.append(flat[start : start + size])
+        start += size
+    return pieces, flat[start:]
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+class _Arena:
+    """Page-aligned zeroed bytes of exactly the size asked for, registered with CUDA where `pin`.
+
+    torch's own pinned allocator rounds up to a power of two, which costs up to 95% more memory.
+    """
+
+    def __init__(self, size: int, *, pin: bool) -> None:
+        self._storage = torch.zeros(size + PAGE, dtype=torch.uint8)  # zeroing is the parallel first touch
+        start = -self._storage.data_ptr() % PAGE
+        self.bytes = self._storage[start : start + size]
+        self._registered = False
+        if pin and size:
+            error = _cudart().cudaHostRegister(self.bytes.data_ptr(), size, 0)
+            if int(error) != 0:
+                raise MemoryError(f"cannot pin {size} bytes of host memory (CUDA error {int(error)}); use a smaller model")
+            self._registered = True
+
+    def close(self) -> None:
+        if self._registered:
+            _cudart().cudaHostUnregister(self.bytes.data_ptr())
+            self._registered = False

@@ -1,0 +1,159 @@
+"""AdamW in one pass over a block in host memory, and the exact global-norm clipping scale.
+
+Formula: decoupled weight decay, Loshchilov & Hutter, arXiv 1711.05101, algorithm 2, with bias correction as
+in torch.optim.AdamW. Invariant: the native kernel (csrc/adamw.cpp) and the torch fallback give the same
+bits, and the split master gives the same bits as an fp32 master. A ctypes call releases the GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+import os
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from engine.recipe import Recipe
+
+SOURCE = Path(__file__).parent / "csrc" / "adamw.cpp"
+FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fPIC", "-shared")
+FALLBACK_CHUNK = 1 << 18
+"""Elements a fallback pass handles at a time, so that its temporaries stay in cache."""
+
+
+class _Hyper(ctypes.Structure):
+    """Mirrors struct Hyper of csrc/adamw.cpp."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_float) for name in ("decay", "beta1_rest", "beta2", "beta2_rest", "step_size", "root_bias2", "eps", "scale")
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockState:
+    """One block's arrays, 1-D and equally long; `extra` is the int16 remainder, the fp32 master, or None."""
+
+    weight: torch.Tensor
+    """bfloat16, or float32 where the weight is the master."""
+    extra: torch.Tensor | None
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+
+
+def clip_scale(norm: float, clip_norm: float) -> float:
+    """The factor that torch.nn.utils.clip_grad_norm_ applies: min(1, clip_norm / (norm + 1e-6)); 1 where clip_norm is 0."""
+    return min(1.0, clip_norm / (norm + 1e-6)) if clip_norm > 0 else 1.0
+
+
+def cache_directory() -> Path:
+    """Where compiled kernels are kept: $XDG_CACHE_HOME or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatrain-bench"
+
+
+@cache
+def native() -> ctypes.CDLL | None:
+    """The compiled kernel, built once per source and flags; None, with a warning, where there is no g++."""
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        warnings.warn("g++ not found: AdamW runs through torch, several times slower; install g++", stacklevel=2)
+        return None
+    key = hashlib.sha256(SOURCE.read_bytes() + " ".join((compiler, *FLAGS)).encode()).hexdigest()[:16]
+    library = cache_directory() / f"adamw-{key}-{os.uname().machine}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+            built = Path(scratch) / library.name
+            done = subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(built)], capture_output=True, text=True, check=False)
+            if done.returncode:
+                warnings.warn(f"AdamW kernel did not compile, torch runs instead: {done.stderr.strip()[-200:]}", stacklevel=2)
+                return None
+            os.replace(built, library)
+    return ctypes.CDLL(str(library))
+
+
+class AdamW:
+    """Applies one optimizer step to one block at a time."""
+
+    def __init__(self, recipe: Recipe, *, num_threads: int, use_native: bool = True) -> None:
+        self.recipe = recipe
+        self.num_threads = max(1, num_threads)
+        self._native = native() if use_native else None
+
+    def step(self, state: BlockState, gradient: torch.Tensor, *, step: int, scale: float) -> None:
+        """Update `state` in place. gradient: 1-D, bf16 or fp32 as the weight; step counts from 0; scale multiplies it."""
+        hyper = self._hyper(step, scale)
+        assert gradient.numel() == state.weight.numel()
+        assert gradient.dtype == state.weight.dtype
+        if self._native is None:
+            _torch_step(state, gradient, hyper)
+            return
+        tensors = [state.weight, *([state.extra] if state.extra is not None else []), state.exp_avg, state.exp_avg_sq, gradient]
+        pointers = [ctypes.c_void_p(t.data_ptr()) for t in tensors]
+        kernel(self._native, state)(
+            ctypes.c_int64(gradient.numel()), *pointers, ctypes.byref(hyper), ctypes.c_int(self.num_threads)
+        )
+
+    def _hyper(self, step: int, scale: float) -> _Hyper:
+        r, lr = self.recipe, self.recipe.lr_at(step)
+        return _Hyper(
+            decay=1 - lr * r.weight_decay,
+            beta1_rest=1 - r.beta1,
+            beta2=r.beta2,
+            beta2_rest=1 - r.beta2,
+            step_size=lr / (1 - r.beta1 ** (step + 1)),
+            root_bias2=1 / math.sqrt(1 - r.beta2 ** (step + 1)),
+            eps=r.eps,
+            scale=scale,
+        )
+
+
+def kernel(library: ctypes.CDLL, state: BlockState) -> Callable[..., None]:
+    """The entry point for the kind of master that `state` holds."""
+    if state.extra is None:
+        return library.adamw_plain
+    return library.adamw_split if state.extra.dtype == torch.int16 else library.adamw_master
+
+
+def _torch_step(state: BlockState, gradient: torch.Tensor, h: _Hyper) -> None:
+    for start in range(0, gradient.numel(), FALLBACK_CHUNK):
+        part = slice(start, start + FALLBACK_CHUNK)
+        extra = None if state.extra is None else state.extra[part]
+        g = gradient[part].float() * h.scale
+        p = read_master(state.weight[part], extra)
+        m, v = state.exp_avg[part], state.exp_avg_sq[part]
+        p = p * h.decay
+        m.copy_(m + (g - m) * h.beta1_rest)
+        v.copy_(v * h.beta2 + (g * g) * h.beta2_rest)
+        # Through float64, which rounds to the IEEE fp32 root: torch's own fp32 root may be one ulp off.
+        root = v.double().sqrt().float()
+        p = p - h.step_size * (m / (root * h.root_bias2 + h.eps))
+        write_master(p, state.weight[part], extra)
+
+
+def read_master(weight: torch.Tensor, extra: torch.Tensor | None) -> torch.Tensor:
+    """The fp32 master: a new tensor for the split master, the master itself otherwise."""
+    if extra is None:
+        return weight
+    if extra.dtype == torch.float32:
+        return extra
+    return ((weight.view(torch.int16).int() << 16) + extra.int()).view(torch.float32)
+
+
+def write_master(master: torch.Tensor, weight: torch.Tensor, extra: torch.Tensor | None) -> None:
+    """Store an fp32 master; the bf16 weight is it rounded to nearest (ties away from zero), as in csrc/adamw.cpp."""
+    if extra is None:
+        weight.copy_(master)
+        return
+    bits = master.contiguous().view(torch.int32)
+    high = (bits + 0x8000) >> 16
+    weight.view(torch.int16).copy_(high)
+    extra.copy_(master if extra.dtype == torch.float32 else bits - (high << 16))

@@ -1,0 +1,94 @@
+"""What every system must train alike: the batch of one optimizer step and the AdamW recipe.
+
+Invariant: nothing here knows which system trains, so two systems given the same
+`Recipe` and `Batch` are asked for the same mathematics.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+IGNORE_INDEX = -100
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+class NonFiniteLossError(RuntimeError):
+    """The loss or the global gradient norm was NaN or infinite; no optimizer step was taken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """AdamW with decoupled weight decay (Loshchilov & Hutter, arXiv 1711.05101), one group for all parameters."""
+
+    lr: float = 1e-5
+    """Peak learning rate."""
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    clip_norm: float = 1.0
+    """Global L2 norm the gradients are clipped to; 0 turns clipping off."""
+    schedule: str = "constant"
+    """constant, linear or cosine decay to zero over `total_steps`, after the warm-up."""
+    warmup_steps: int = 0
+    """Optimizer steps over which the learning rate rises linearly from lr / warmup_steps."""
+    total_steps: int = 0
+    """Optimizer steps of the whole run; needed by linear and cosine."""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "eps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"recipe.{name}: got {getattr(self, name)}, allowed > 0; give a positive number")
+        for name in ("weight_decay", "clip_norm", "warmup_steps", "total_steps"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"recipe.{name}: got {getattr(self, name)}, allowed >= 0; 0 turns it off")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"recipe.{name}: got {getattr(self, name)}, allowed 0 <= beta < 1; 0.9 and 0.999 are usual")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"recipe.schedule: got {self.schedule!r}, allowed {', '.join(SCHEDULES)}; choose one of these")
+        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
+            raise ValueError(
+                f"recipe.total_steps: got {self.total_steps}, allowed > recipe.warmup_steps ({self.warmup_steps}) "
+                f"with schedule {self.schedule}; set it to the number of steps of the run"
+            )
+
+    def lr_at(self, step: int) -> float:
+        """Learning rate of optimizer step `step`, counted from 0."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return self.lr
+        progress = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
+        if self.schedule == "linear":
+            return self.lr * (1.0 - progress)
+        return self.lr * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The token batch of one optimizer step, on the host.
+
+    tokens and labels are int64 of shape [num_micro_batches, micro_batch_size, seq_len]. Labels are already
+    shifted: labels[m, b, t] is the token that follows tokens[m, b, t], or -100 where no loss is taken.
+    attention_mask is None, or int64 of the same shape with 1 on real tokens and 0 on padding.
+    The loss of a step is the sum of all label tokens' losses over `num_tokens`, whatever the number of
+    micro-batches, so accumulation does not change the maths.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    attention_mask: torch.Tensor | None = None
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches in this step."""
+        return int(self.tokens.shape[0])
+
+    @property
+    def num_tokens(self) -> int:
+        """Label tokens in the step: padding and ignored positions are not counted."""
+        return int((self.labels != IGNORE_INDEX).sum())

@@ -1,0 +1,96 @@
+"""One stateless module per layer configuration; its parameters are views of a device slot, never copies.
+
+Invariant: a template holds no weights (its own parameters live on the meta device), and layers share one only
+if everything but their index is equal: classes, shapes, buffers and every plain attribute of every submodule.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+if TYPE_CHECKING:
+    from engine.decoder import Call
+
+INDEX = "layer_idx"
+"""The one attribute in which layers of one configuration differ; set on every call."""
+
+
+class Template:
+    """A decoder layer without weights."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.module = copy.deepcopy(layer)
+        for owner in self.module.modules():
+            for name, parameter in owner._parameters.items():
+                if parameter is not None:
+                    owner._parameters[name] = nn.Parameter(parameter.detach().to("meta"))
+        self._indexed = [m for m in self.module.modules() if hasattr(m, INDEX)]
+
+    def forward(self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor, call: Call, index: int) -> torch.Tensor:
+        """The layer's output. weights: local name -> view of a slot; hidden: [micro_batch, seq_len, hidden]."""
+        for module in self._indexed:
+            setattr(module, INDEX, index)
+        output = functional_call(self.module, dict(weights), (hidden, *call.args), dict(call.kwargs))
+        if not isinstance(output, torch.Tensor):
+            raise ValueError(
+                f"model: {type(self.module).__name__} returns {type(output).__name__}, allowed a tensor; use transformers >= 5.17"
+            )
+        return output
+
+    def backward(
+        self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor, call: Call, index: int, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        """Recompute with a graph and differentiate at once: (gradient of `hidden`, gradients in the order of `weights`).
+
+        A weight that the output does not depend on has gradient None, in its own place.
+        """
+        hidden = hidden.detach().requires_grad_()
+        with torch.enable_grad():
+            output = self.forward(weights, hidden, call, index)
+        grads = torch.autograd.grad(output, [hidden, *weights.values()], grad_output, allow_unused=True)
+        assert grads[0] is not None
+        return grads[0], list(grads[1:])
+
+
+def share_templates(layers: Sequence[nn.Module]) -> list[Template]:
+    """One template a layer; layers of one configuration get the same object."""
+    found: dict[Any, Template] = {}
+    shared = []
+    for layer in layers:
+        key = _configuration(layer)
+        if key not in found:
+            found[key] = Template(layer)
+        shared.append(found[key])
+    return shared
+
+
+def _configuration(layer: nn.Module) -> tuple[Any, ...]:
+    parts: list[Any] = []
+    for path, module in layer.named_modules():
+        attributes = tuple(
+            (name, _plain(value))
+            for name, value in sorted(vars(module).items())
+            if not name.startswith("_") and name not in (INDEX, "training")
+        )
+        buffers = tuple((name, tuple(b.shape), hash(b.cpu().numpy().tobytes())) for name, b in module.named_buffers(recurse=False))
+        shapes = tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters(recurse=False))
+        parts.append((path, type(module), attributes, buffers, shapes))
+    return tuple(parts)
+
+
+def _plain(value: Any) -> Any:
+    """Something that compares equal for equal settings; other objects only with themselves."""
+    if isinstance(value, (int, float, str, bool, bytes, type(None), torch.dtype, torch.device, torch.Size)):
+        return (type(value), value)
+    if isinstance(value, (tuple, list)):
+        return (type(value), tuple(_plain(item) for item in value))
+    if isinstance(value, partial):
+        return (partial, _plain(value.func), _plain(value.args), _plain(tuple(sorted(value.keywords.items()))))
+    return (type(value), id(value))

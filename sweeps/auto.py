@@ -1,0 +1,124 @@
+"""What the config leaves to the machine: its device, and the largest model that fits every system of a study.
+
+Invariant: what is chosen replaces `auto` before a cell is hashed, so a row never says `auto`.
+
+    python -m sweeps.auto < configs.json     (started by `fitting`: plans in a process of its own, prints one JSON line)
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from sweeps import environment
+from sweeps.config import cell_from
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+HEADROOM = 0.92
+"""Part of the device that a model chosen unasked may plan to fill: the CUDA context and fragmentation take the rest."""
+
+
+@lru_cache(maxsize=1)
+def device() -> str:
+    """cuda where torch sees a GPU, else cpu."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def register() -> None:
+    """`${by_device:A,B}` in the YAML: A on the CPU, B on a GPU."""
+    OmegaConf.register_new_resolver("by_device", lambda cpu, cuda: cuda if device() == "cuda" else cpu, replace=True)
+
+
+def resolve(cfg: DictConfig) -> dict[str, Any]:
+    """The plain config of one cell with device, model and total_steps settled. Raises ValueError, one line."""
+    plain: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    assert isinstance(plain, dict)
+    if plain["machine"]["device"] == "auto":
+        plain["machine"]["device"] = device()
+    if plain["machine"]["device"] == "cuda" and device() != "cuda":
+        raise ValueError("machine.device: got 'cuda', allowed cpu (torch sees no GPU here); leave it at auto")
+    if plain["model"].get("name") == "auto":
+        plain["model"] = _model(plain)
+    if plain["recipe"].get("total_steps") is None:
+        measure = plain["measure"]
+        plain["recipe"]["total_steps"] = measure["warmup_steps"] + measure["windows"] * measure["steps_per_window"]
+    return plain
+
+
+def _model(plain: Mapping[str, Any]) -> dict[str, Any]:
+    asked = plain["model"]
+    if plain["machine"]["device"] == "cpu":
+        return _load(asked["fallback"])
+    candidates = tuple(asked["candidates"])
+    settings = json.dumps({key: plain[key] for key in ("seed", "shape", "recipe", "data", "measure", "logging", "machine")})
+    return _load(_largest(candidates, tuple(asked["systems"]), asked["fallback"], settings))
+
+
+def _load(name: str) -> dict[str, Any]:
+    path = CONF / "model" / f"{name}.yaml"
+    if name == "auto" or not path.exists():
+        allowed = ", ".join(sorted(item.stem for item in path.parent.glob("*.yaml") if item.stem != "auto"))
+        raise ValueError(f"model.candidates: got {name!r}, allowed {allowed}; choose among these")
+    loaded: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+@lru_cache(maxsize=8)
+def _largest(candidates: Sequence[str], systems: Sequence[str], fallback: str, settings: str) -> str:
+    shared = json.loads(settings)
+    if shared["recipe"]["total_steps"] is None:
+        shared["recipe"]["total_steps"] = 1 << 30
+    asked = [
+        {
+            **shared,
+            "experiment": "auto",
+            "output_dir": ".",
+            "model": _load(candidate),
+            "system": _system(system),
+        }
+        for candidate in candidates
+        for system in systems
+    ]
+    command = [sys.executable, "-m", "sweeps.auto"]
+    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=600, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise ValueError(f"model: got 'auto', but planning failed ({last[:300]}); name a model, for example model=qwen2.5-0.5b")
+    return next((name for name in candidates if name not in json.loads(done.stdout.splitlines()[-1])), fallback)
+
+
+def _system(name: str) -> dict[str, Any]:
+    loaded: Any = OmegaConf.to_container(OmegaConf.load(CONF / "system" / f"{name}.yaml"), resolve=True)
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def too_large(configs: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Names of the models that some system of `configs` has no room for; a system that cannot run here has no say."""
+    from baselines.system import Unsupported, build
+
+    refused: set[str] = set()
+    for cell in map(cell_from, configs):
+        if cell.model.name in refused:
+            continue
+        has = environment.machine(cell.machine, None)
+        try:
+            plan = build(cell.system, cell.spec()).plan()
+        except Unsupported:
+            continue
+        if plan.device_bytes > HEADROOM * has["device_bytes"] or plan.host_bytes > HEADROOM * has["host_bytes"]:
+            refused.add(cell.model.name)
+    return refused
+
+
+if __name__ == "__main__":
+    print(json.dumps(sorted(too_large(json.load(sys.stdin)))))

@@ -1,0 +1,110 @@
+"""THE loop: the only code that decides which seconds count, the same for every system.
+
+Invariant: warm-up, drain; then each window is start, K steps, drain, stop. Inside a window nothing is read back,
+so nothing but the system itself can synchronise; batches are made before the clock starts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baselines.system import TrainingSystem
+from engine import Batch, NonFiniteLossError
+from sweeps.clock import Stopwatch
+from sweeps.config import Measure
+
+Emit = Callable[..., None]
+"""emit(event, **fields): progress to whoever watches; must return at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What the loop saw."""
+
+    losses: list[float]
+    """Mean loss per label token of every step, warm-up included, nats."""
+    window_s: list[float]
+    """Seconds of each window, one sample each."""
+    window_tokens: list[int]
+    """Label tokens trained on in each window; padding is never one."""
+    num_steps: int
+    """Steps in one window."""
+
+    @property
+    def step_s(self) -> list[float]:
+        """Seconds a step, one entry a window."""
+        return [seconds / self.num_steps for seconds in self.window_s]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Label tokens of all windows over all their seconds."""
+        return sum(self.window_tokens) / sum(self.window_s)
+
+
+def measure(
+    system: TrainingSystem, batches: Iterator[Batch], spec: Measure, emit: Emit, watch: Stopwatch | None = None
+) -> Measurement:
+    """Train `spec.num_steps` steps of a system that is set up, and time the windows among them.
+
+    Raises NonFiniteLossError, after the step's window was reported, when a loss is NaN or infinite.
+    """
+    watch = watch or Stopwatch()
+    losses: list[float] = []
+    seconds: list[float] = []
+    tokens: list[int] = []
+    emit("phase", name="warm-up")
+    warmup = [next(batches) for _ in range(spec.warmup_steps)]
+    pending = _enqueue(system, warmup, 0, emit)
+    system.drain()
+    losses += _read(pending, 0, emit, seconds=None, num_tokens=0)
+    emit("phase", name="windows")
+    for _ in range(spec.windows):
+        steps = [next(batches) for _ in range(spec.steps_per_window)]
+        num_tokens = sum(batch.num_tokens for batch in steps)
+        watch.start()
+        pending = _enqueue(system, steps, len(losses), emit)
+        system.drain()
+        seconds.append(watch.stop())
+        tokens.append(num_tokens)
+        losses += _read(pending, len(losses), emit, seconds=seconds[-1], num_tokens=num_tokens)
+    return Measurement(losses=losses, window_s=seconds, window_tokens=tokens, num_steps=spec.steps_per_window)
+
+
+def _enqueue(system: TrainingSystem, steps: Sequence[Batch], first: int, emit: Emit) -> list[torch.Tensor]:
+    """One train_step a batch; losses stay where they are. The progress event is one short write to a pipe."""
+    pending = []
+    for number, batch in enumerate(steps, first):
+        pending.append(system.train_step(batch))
+        emit("step", step=number)
+    return pending
+
+
+def _read(pending: Sequence[torch.Tensor], first: int, emit: Emit, *, seconds: float | None, num_tokens: int) -> list[float]:
+    losses = [float(loss) for loss in pending]
+    if losses:
+        emit("losses", first_step=first, losses=losses, seconds=seconds, num_tokens=num_tokens)
+    for number, loss in enumerate(losses, first):
+        if not math.isfinite(loss):
+            raise NonFiniteLossError(f"step {number}: the loss is {loss}; lower recipe.lr or look at the data")
+    return losses
+
+
+def trace(system: TrainingSystem, batches: Iterator[Batch], num_steps: int, path: Path) -> None:
+    """Chrome trace of `num_steps` further steps, never timed: profiling slows what it looks at."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+    steps = [next(batches) for _ in range(num_steps)]
+    profiler: Any = profile(activities=activities)
+    with profiler:
+        for batch in steps:
+            system.train_step(batch)
+        system.drain()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(path))

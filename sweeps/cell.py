@@ -1,0 +1,111 @@
+"""The process of one cell: build, plan, set up, measure, report. Started by sweeps.isolate, never by hand.
+
+Invariant: it refuses before it allocates. Its stdin is the plain config, its events leave on a pipe as JSON lines, and
+its stdout and stderr are a log that nobody parses.
+
+    python -m sweeps.cell --events-fd FD < config.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from sweeps import environment
+from sweeps.config import Cell, cell_from
+from sweeps.isolate import guarded
+
+PR_SET_PDEATHSIG = 1
+"""linux/prctl.h"""
+
+
+class Emitter:
+    """emit(event, **fields): one JSON line on the pipe."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __call__(self, event: str, **fields: Any) -> None:
+        """Write one event whole; infinities and NaN pass as Python's own JSON words."""
+        data = json.dumps({"event": event, **fields}).encode() + b"\n"
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+
+
+def fits(plan: Any, device: str, had: Mapping[str, Any]) -> str | None:
+    """None when the plan fits what the machine has, else the one-line refusal. On the CPU both shares are host memory."""
+    host = plan.host_bytes + (plan.device_bytes if device == "cpu" else 0)
+    needs = [("host", host, had["host_bytes"], "machine.host_bytes")]
+    if device != "cpu":
+        needs.insert(0, ("device", plan.device_bytes, had["device_bytes"], "machine.device_bytes"))
+    for kind, needed, has, path in needs:
+        if has is not None and needed > has:
+            return (
+                f"needs {needed:,} bytes of {kind} memory, has {has:,}; choose a smaller model or shape, "
+                f"or set {path} if the machine has more"
+            )
+    return None
+
+
+def work(cell: Cell, emit: Emitter) -> None:
+    """The whole life of one cell."""
+    emit("phase", name="import")
+    import torch
+
+    from baselines.model import count_params, initial_weights
+    from baselines.system import build
+    from sweeps import bench, data
+
+    spec = cell.spec()
+    try:
+        num_params = count_params(spec.model).total
+        system = build(cell.system, spec)
+        plan = system.plan()
+        steps = data.batches(data.corpus_of(cell.data), cell.shape, cell.seed)
+    except ValueError as error:
+        emit("invalid", reason=" ".join(str(error).split()))
+        return
+    planned = {"device": dict(plan.device), "host": dict(plan.host)}
+    emit("plan", plan=planned, dtypes=system.dtypes(), num_params=num_params, tokens_per_step=cell.shape.num_tokens)
+    refusal = fits(plan, cell.machine.device, environment.machine(cell.machine, None))
+    if refusal:
+        emit("failed", status="wont_fit", reason=refusal)
+        return
+    emit("phase", name="setup")
+    try:
+        system.setup(initial_weights(spec.model, cell.seed, spec.dtype, spec.device))
+        bench.measure(system, steps, cell.measure, emit)
+        cuda = spec.device.type == "cuda"
+        emit(
+            "done",
+            counters={name: float(value) for name, value in system.counters().items()},
+            allocated_bytes=torch.cuda.max_memory_allocated() if cuda else None,
+            reserved_bytes=torch.cuda.max_memory_reserved() if cuda else None,
+        )
+        if cell.measure.trace:
+            path = cell.output_dir / "traces" / f"{cell.hash}-{cell.system}.json"
+            bench.trace(system, steps, cell.measure.steps_per_window, path)
+    finally:
+        system.close()
+
+
+def main() -> int:
+    """Exit code 0 when the cell said `done`, was refused or was invalid; 1 when it failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--events-fd", type=int, required=True)
+    emit = Emitter(parser.parse_args().events_fd)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed parent leaves no cell behind
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(environment.ROOT / ".cache" / "torch_extensions"))
+    cell = cell_from(json.load(sys.stdin))
+    return guarded(lambda: work(cell, emit), emit)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""One cell's configuration: the composed Hydra config turned into plain, validated, frozen values.
+
+Invariant: a DictConfig never leaves sweeps, and a cell's hash covers everything that can change its measurement
+and nothing else. What a user mistyped is a ValueError of one line: config path, got, allowed, remedy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from baselines.system import REGISTRY, ModelSpec, Shape, SystemSpec
+from engine import Recipe
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+UNHASHED = ("experiment", "logging", "output_dir")
+"""Groups that cannot change a measurement; machine and measure.timeout_s are left out beside them."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Where the training text comes from (conf/data)."""
+
+    source: str = "stdlib"
+    max_bytes: int = 1 << 25
+    heldout_fraction: float = 0.02
+    digest: str = ""
+    """Digest of the bytes, filled in when they are read: another text is another cell."""
+
+    def __post_init__(self) -> None:
+        _allow("data.source", self.source, ("stdlib",))
+        _at_least("data.max_bytes", self.max_bytes, 1 << 16)
+        if not 0 <= self.heldout_fraction < 1:
+            raise ValueError(f"data.heldout_fraction: got {self.heldout_fraction}, allowed 0 <= fraction < 1; 0.02 is usual")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """Which steps are timed (conf/measure)."""
+
+    warmup_steps: int = 3
+    windows: int = 3
+    steps_per_window: int = 3
+    timeout_s: float = 900.0
+    trace: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least("measure.warmup_steps", self.warmup_steps, 0)
+        _at_least("measure.windows", self.windows, 1)
+        _at_least("measure.steps_per_window", self.steps_per_window, 1)
+        if not self.timeout_s > 0:
+            raise ValueError(f"measure.timeout_s: got {self.timeout_s}, allowed > 0; give the seconds one cell may take")
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the cell, warm-up included."""
+        return self.warmup_steps + self.windows * self.steps_per_window
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logging:
+    """Where rows are mirrored to (conf/logging)."""
+
+    wandb: str = "offline"
+    project: str = "megatrain-bench"
+
+    def __post_init__(self) -> None:
+        _allow("logging.wandb", self.wandb, ("offline", "online", "disabled"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What to plan with; null asks the machine."""
+
+    device: str = "cpu"
+    host_bytes: int | None = None
+    device_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        _allow("machine.device", self.device, ("cpu", "cuda"))
+        for name in ("host_bytes", "device_bytes"):
+            if getattr(self, name) is not None:
+                _at_least(f"machine.{name}", getattr(self, name), 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One composed config: everything needed to train and time one system once."""
+
+    experiment: str
+    seed: int
+    output_dir: Path
+    system: str
+    dtype: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The system's own knobs: the rest of the system group."""
+    model: ModelSpec
+    shape: Shape
+    recipe: Recipe
+    data: Data
+    measure: Measure
+    logging: Logging
+    machine: Machine
+    config: Mapping[str, Any]
+    """The plain composed config that the fields above were read from."""
+
+    @property
+    def rows_path(self) -> Path:
+        """The JSONL file that this cell's row is appended to."""
+        return self.output_dir / "rows.jsonl"
+
+    @property
+    def hash(self) -> str:
+        """Twelve hex digits over what can change the measurement."""
+        return _digest(_hashed(self.config))
+
+    def spec(self) -> SystemSpec:
+        """What the system is built from."""
+        return SystemSpec(
+            model=self.model,
+            shape=self.shape,
+            recipe=self.recipe,
+            dtype=DTYPES[self.dtype],
+            device=torch.device(self.machine.device),
+            options=dict(self.options),
+        )
+
+
+def comparison_key(config: Mapping[str, Any]) -> str:
+    """Digest of what two cells must share for their losses to be comparable: all but the system's own knobs and the timing."""
+    shared = {name: value for name, value in _hashed(config).items() if name not in ("system", "measure")}
+    return _digest({**shared, "dtype": config["system"]["dtype"]})
+
+
+def cell_from(config: Mapping[str, Any]) -> Cell:
+    """Validate a plain composed config (device and total_steps already resolved). Raises ValueError, one line."""
+    known = {item.name for item in fields(Cell)} - {"dtype", "options", "config"}
+    for group in config:
+        if group not in known:
+            raise ValueError(f"{group}: got {config[group]!r}, allowed {', '.join(sorted(known))}; remove it or correct its name")
+    system = dict(config["system"])
+    name, dtype = str(system.pop("name", None)), str(system.pop("dtype", None))
+    _allow("system", name, tuple(REGISTRY))
+    _allow("system.dtype", dtype, tuple(DTYPES))
+    cell = Cell(
+        experiment=str(config["experiment"]),
+        seed=_typed("seed", config["seed"], int),
+        output_dir=Path(str(config["output_dir"])),
+        system=name,
+        dtype=dtype,
+        options=system,
+        model=_build(ModelSpec, "model", config),
+        shape=_build(Shape, "shape", config),
+        recipe=_build(Recipe, "recipe", config),
+        data=_build(Data, "data", config),
+        measure=_build(Measure, "measure", config),
+        logging=_build(Logging, "logging", config),
+        machine=_build(Machine, "machine", config),
+        config=config,
+    )
+    longest = cell.model.config.get("max_position_embeddings")
+    if isinstance(longest, int) and cell.shape.seq_len > longest:
+        raise ValueError(
+            f"shape.seq_len: got {cell.shape.seq_len}, allowed 1 to {longest} (model.config.max_position_embeddings of "
+            f"{cell.model.name}); shorten the sequences or choose a model with a longer context"
+        )
+    vocab = cell.model.config.get("vocab_size")
+    if isinstance(vocab, int) and vocab < 256:
+        raise ValueError(f"model.config.vocab_size: got {vocab}, allowed >= 256; the text is bytes, so it needs 256 tokens")
+    return cell
+
+
+def _build(kind: type[T], group: str, config: Mapping[str, Any]) -> T:
+    """`kind` from one group: unknown fields and wrong types are named by their config path."""
+    values, known = dict(config[group]), {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
+    for name, value in values.items():
+        if name not in known:
+            raise ValueError(f"{group}.{name}: got {value!r}, allowed fields {', '.join(known)}; remove it or correct its name")
+        values[name] = _typed(f"{group}.{name}", value, _TYPES.get(str(known[name].type).split(" |")[0], object))
+    return kind(**values)
+
+
+_TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool}
+
+
+def _typed(path: str, value: Any, kind: type[T]) -> T:
+    """`value` as `kind`: an int passes for a float, None only where the field's own check allows it."""
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)  # type: ignore[return-value]
+    wrong = kind in (int, float, str, bool) and (not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)))
+    if wrong and not (value is None and path.startswith("machine.")):
+        raise ValueError(f"{path}: got {value!r}, allowed a value of type {kind.__name__}; correct it")
+    return value  # type: ignore[no-any-return]
+
+
+def _allow(path: str, got: str, allowed: tuple[str, ...]) -> None:
+    if got not in allowed:
+        raise ValueError(f"{path}: got {got!r}, allowed {', '.join(allowed)}; choose one of these")
+
+
+def _at_least(path: str, got: int, least: int) -> None:
+    if got < least:
+        raise ValueError(f"{path}: got {got}, allowed >= {least}; give a larger number")
+
+
+def _hashed(config: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in config.items() if name not in UNHASHED}
+    kept["measure"] = {name: value for name, value in config["measure"].items() if name != "timeout_s"}
+    kept["machine"] = {"device": config["machine"]["device"]}
+    return kept
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]

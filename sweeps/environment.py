@@ -1,0 +1,89 @@
+"""Where a number came from: machine, versions, commit.
+
+Invariant: reading it starts no CUDA context and imports no measured library, so the parent stays out of the
+cell's way; what cannot be read is None.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from sweeps.config import Machine
+from sweeps.memory import host_bytes, nvml_device
+
+PACKAGES = ("torch", "transformers", "deepspeed", "hydra-core", "wandb", "numpy")
+ROOT = Path(__file__).resolve().parent.parent
+"""The checkout."""
+
+
+def cpu_model() -> str:
+    """The CPU's marketing name, or the architecture where the kernel does not tell."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def gpu() -> dict[str, Any]:
+    """Name and bytes of the first visible GPU and the number of GPUs; None and 0 without one."""
+    try:
+        nvml, handle = nvml_device()
+    except RuntimeError:
+        return {"gpu": None, "num_gpus": 0, "device_bytes": None}
+    name = nvml.nvmlDeviceGetName(handle)
+    return {
+        "gpu": name.decode() if isinstance(name, bytes) else str(name),
+        "num_gpus": int(nvml.nvmlDeviceGetCount()),
+        "device_bytes": int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+    }
+
+
+def machine(overrides: Machine, matrix_peak_tflops: float | None) -> dict[str, Any]:
+    """The `machine` field of a row; a CPU cell names no GPU, whatever the machine holds."""
+    card = gpu() if overrides.device == "cuda" else {"gpu": None, "num_gpus": 0, "device_bytes": None}
+    if overrides.device_bytes is not None:
+        card["device_bytes"] = overrides.device_bytes
+    return {
+        **card,
+        "cpu": cpu_model(),
+        "num_cores": len(os.sched_getaffinity(0)),
+        "host_bytes": overrides.host_bytes or host_bytes(),
+        "matrix_peak_tflops": matrix_peak_tflops,
+    }
+
+
+@lru_cache(maxsize=1)
+def versions() -> dict[str, str]:
+    """Versions of Python and of every package that can change a number; a missing package is left out."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_commit() -> str | None:
+    """Commit of the checkout, with `-dirty` where tracked files differ from it; None outside git."""
+    commit = _git("rev-parse", "HEAD")
+    if not commit:
+        return None
+    return commit + ("-dirty" if _git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,148 @@
+"""Memory seen from outside: PSS of a process tree, device memory by NVML, and the machine's limits.
+
+Invariant: the measured process never measures itself (but for torch's own allocator peak, which only it knows), and
+sampling backs off so that it takes at most two percent of one core.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+KINDS = ("Pss_Anon", "Pss_File", "Pss_Shmem")
+"""smaps_rollup's split of the proportional set size: private pages, mapped files, shared memory (gloo, pinned by some drivers)."""
+BUILDERS = frozenset(("as", "c++", "cc1plus", "cicc", "collect2", "g++", "ld", "ninja", "nvcc", "ptxas", "sh"))
+"""Descendants that compile an extension on its first use: gigabytes that are no part of training."""
+BACKOFF = 50.0
+"""Seconds between two samples, in multiples of what one sample costs."""
+
+
+def pss(pid: int) -> dict[str, int]:
+    """Proportional set size of `pid` and its descendants, bytes by kind and in total; {} when the process is gone."""
+    total: dict[str, int] = {}
+    for process in _tree(pid):
+        with contextlib.suppress(OSError):  # a process may end between the listing and the read
+            for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
+                name, _, rest = line.partition(":")
+                if name == "Pss" or name in KINDS:
+                    total[name] = total.get(name, 0) + int(rest.split()[0]) * 1024
+    return total
+
+
+def _tree(pid: int) -> list[int]:
+    with contextlib.suppress(psutil.Error):
+        children = psutil.Process(pid).children(recursive=True)
+        return [pid, *(child.pid for child in children if child.name() not in BUILDERS)]
+    return []
+
+
+class DeviceSampler(Protocol):
+    """Bytes in use on the device, by a process tree where the driver tells, else by everyone."""
+
+    def sample(self, pid: int) -> int | None:
+        """Bytes now, or None where there is no device."""
+
+
+class NoDevice:
+    """The twin for machines without an NVIDIA GPU."""
+
+    def sample(self, pid: int) -> int | None:
+        """Nothing to read."""
+        return None
+
+
+class Nvml:
+    """NVML's view of the first visible device; bytes that others held before the cell are not counted."""
+
+    def __init__(self) -> None:
+        self._nvml, self._handle = nvml_device()
+        self._before = self._used()
+
+    def _used(self) -> int:
+        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+
+    def sample(self, pid: int) -> int | None:
+        """Bytes of the process tree, or the growth of the device's use where pids are hidden (containers)."""
+        tree = set(_tree(pid))
+        mine = [item.usedGpuMemory for item in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle) if item.pid in tree]
+        if mine and all(item is not None for item in mine):
+            return int(sum(mine))
+        return max(0, self._used() - self._before)
+
+
+def nvml_device() -> tuple[Any, Any]:
+    """(pynvml, handle of the first visible device); RuntimeError where there is none."""
+    try:
+        import pynvml
+    except ImportError:
+        raise RuntimeError("nvidia-ml-py is not installed") from None
+    try:
+        pynvml.nvmlInit()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+        if visible.startswith(("GPU-", "MIG-")):
+            return pynvml, pynvml.nvmlDeviceGetHandleByUUID(visible)
+        return pynvml, pynvml.nvmlDeviceGetHandleByIndex(int(visible) if visible.isdigit() else 0)
+    except pynvml.NVMLError as error:
+        raise RuntimeError(f"no NVIDIA device: {error}") from None
+
+
+def device_sampler(device: str) -> DeviceSampler:
+    """NVML for a CUDA cell, else the twin."""
+    if device != "cuda":
+        return NoDevice()
+    try:
+        return Nvml()
+    except RuntimeError:
+        return NoDevice()
+
+
+class Sampler:
+    """Peaks of one process tree; call `poll` often, it samples when one is due."""
+
+    def __init__(self, pid: int, device: DeviceSampler, interval_s: float = 0.1) -> None:
+        self.peak_host: dict[str, int] = {}
+        """Bytes by kind at the moment of the largest total."""
+        self.peak_host_bytes: int | None = None
+        self.peak_device_bytes: int | None = None
+        self._pid, self._device, self._interval_s, self._due = pid, device, interval_s, 0.0
+
+    def poll(self) -> dict[str, int | None] | None:
+        """Sample if due: {"host_bytes", "device_bytes"} now, else None."""
+        started = time.monotonic()
+        if started < self._due:
+            return None
+        host, device = pss(self._pid), self._device.sample(self._pid)
+        if host.get("Pss", 0) > (self.peak_host_bytes or 0):
+            self.peak_host_bytes = host["Pss"]
+            self.peak_host = {kind.lower() + "_bytes": host.get(kind, 0) for kind in KINDS}
+        if device is not None:
+            self.peak_device_bytes = max(device, self.peak_device_bytes or 0)
+        finished = time.monotonic()
+        self._due = finished + max(self._interval_s, BACKOFF * (finished - started))
+        return {"host_bytes": host.get("Pss"), "device_bytes": device}
+
+
+def _cgroup_limits() -> Iterator[int]:
+    """Memory limits of this process's cgroup and its parents, v2 and v1."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            v1 = "memory" in controllers.split(",")
+            top, name = (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes") if v1 else (Path("/sys/fs/cgroup"), "memory.max")
+            folder = top / path.lstrip("/")
+            for parent in (folder, *folder.parents):
+                with contextlib.suppress(OSError, ValueError):
+                    yield int((parent / name).read_text())
+                if parent == top:
+                    break
+
+
+def host_bytes() -> int:
+    """Memory this process may use: the smaller of the machine's and every cgroup limit above it."""
+    return min(int(psutil.virtual_memory().total), *_cgroup_limits(), 1 << 62)

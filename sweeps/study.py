@@ -1,0 +1,198 @@
+"""A study: its cells one by one, each to a row, and the report at the end.
+
+Invariant: a cell that has its number is never run again, one that was killed is; whatever a cell does, exactly one
+row follows; a configuration that is refused leaves no file behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from sweeps import auto, ceilings, environment
+from sweeps.config import Cell, cell_from, comparison_key
+from sweeps.data import corpus_of
+from sweeps.isolate import Event, Outcome, run_isolated
+from sweeps.memory import device_sampler
+from sweeps.result import LOSS_TOLERANCE, Row, read_rows
+from sweeps.sinks import ConsoleSink, JsonlSink, Sink, wandb_sink
+
+REFERENCE = "in_memory"
+"""The system whose losses the others must agree with."""
+RETRIED = ("error", "timeout", "oom_host", "unsupported", "wont_fit")
+"""Statuses that another run may change: installing, freeing memory, raising a limit. The others stand."""
+
+
+def compose_cell(cfg: DictConfig) -> Cell:
+    """The validated cell of a composed config, the text's digest filled in. Raises ValueError, one line."""
+    plain = auto.resolve(cfg)
+    cell = cell_from(plain)
+    plain["data"]["digest"] = corpus_of(cell.data).digest
+    return cell_from(plain)
+
+
+def rows_of(path: Path) -> list[Row]:
+    """Rows so far; none where there is no file yet."""
+    return read_rows(path) if path.exists() else []
+
+
+def latest(path: Path, cell_hash: str) -> Row | None:
+    """The last row of a cell."""
+    return next((row for row in reversed(rows_of(path)) if row.cell == cell_hash), None)
+
+
+def run_cell(cell: Cell, label: str) -> Row:
+    """The cell's row: the one it already has, or a new one from a fresh process. ValueError for an invalid config."""
+    known = latest(cell.rows_path, cell.hash)
+    if known is not None and known.status not in RETRIED:
+        speed = f"{known.tokens_per_s:,.0f} tokens/s" if known.tokens_per_s else known.reason
+        commit = (known.git_commit or "no commit")[:12]
+        print(
+            f"{label} {cell.system}: skipped, {cell.hash} is already {known.status} ({speed}; {known.started_at}, {commit})",
+            flush=True,
+        )
+        return known
+    sinks: list[Sink] = [
+        JsonlSink(cell.rows_path),
+        ConsoleSink(label),
+        wandb_sink(cell.rows_path, cell.logging.wandb, cell.logging.project),
+    ]
+    log = cell.output_dir / "logs" / f"{cell.system}-{cell.hash}.log"
+    try:
+        row = _measure(cell, log, sinks)
+        for sink in sinks:
+            sink.row(row)
+    except ValueError:
+        log.unlink(missing_ok=True)
+        tidy(cell.output_dir)
+        raise
+    finally:
+        for sink in sinks:
+            sink.close()
+    return row
+
+
+def _measure(cell: Cell, log: Path, sinks: Sequence[Sink]) -> Row:
+    started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    peak = ceilings.cached_matrix_peak(cell.output_dir, cell.machine.device)
+    for sink in sinks:
+        sink.start(cell)
+
+    def tell(event: Event) -> None:
+        for sink in sinks:
+            sink.event(event)
+
+    outcome = run_isolated(
+        "sweeps.cell",
+        cell.config,
+        log=log,
+        timeout_s=cell.measure.timeout_s,
+        device=device_sampler(cell.machine.device),
+        on_event=tell,
+    )
+    row = row_of(cell, outcome, started_at=started_at, machine=environment.machine(cell.machine, peak))
+    return compared(row, rows_of(cell.rows_path))
+
+
+def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, Any]) -> Row:
+    """What the cell and its watcher said, in one row. Speeds stay empty unless every window was measured."""
+    plan, done = outcome.last("plan"), outcome.last("done")
+    read = [event for event in outcome.events if event["event"] == "losses"]
+    windows = [event for event in read if event["seconds"] is not None]
+    measured = outcome.status == "ok"
+    tokens_per_s = sum(item["num_tokens"] for item in windows) / sum(item["seconds"] for item in windows) if measured else None
+    num_params = plan.get("num_params")
+    tflops = 6 * num_params * tokens_per_s / 1e12 if tokens_per_s and num_params else None
+    peak = machine.get("matrix_peak_tflops")
+    memory = {
+        "allocated": done.get("allocated_bytes"),
+        "reserved": done.get("reserved_bytes"),
+        "nvml": outcome.peak_device_nvml_bytes,
+    }
+    return Row(
+        experiment=cell.experiment,
+        cell=cell.hash,
+        system=cell.system,
+        model=cell.model.name,
+        batch_size=cell.shape.batch_size,
+        seq_len=cell.shape.seq_len,
+        num_micro_batches=cell.shape.num_micro_batches,
+        status=outcome.status,
+        reason=outcome.reason,
+        preset=cell.options.get("preset"),
+        num_params=num_params,
+        tokens_per_s=tokens_per_s,
+        step_s=[item["seconds"] / cell.measure.steps_per_window for item in windows] if measured else [],
+        tflops_6p=tflops,
+        mfu=tflops / peak if tflops and peak else None,
+        losses=[loss for event in read for loss in event["losses"]],
+        dtypes=dict(plan.get("dtypes", {})),
+        peak_device_bytes=memory["allocated"],
+        device_bytes={kind: value for kind, value in memory.items() if value is not None},
+        peak_host_bytes=outcome.peak_host_bytes,
+        host_bytes=outcome.peak_host,
+        plan=dict(plan.get("plan", {})),
+        counters=dict(done.get("counters", {})),
+        machine=machine,
+        versions=environment.versions(),
+        git_commit=environment.git_commit(),
+        started_at=started_at,
+        config=dict(cell.config),
+    )
+
+
+def compared(row: Row, rows: Sequence[Row]) -> Row:
+    """`row` with its losses held against the latest reference of the same model, batches, recipe and dtype."""
+    if row.status != "ok":
+        return row
+    if row.system == REFERENCE:
+        return dataclasses.replace(row, agrees=True, max_loss_difference=0.0)
+    key = comparison_key(row.config)
+    same = (item for item in reversed(rows) if item.system == REFERENCE and item.status == "ok")
+    reference = next((item for item in same if comparison_key(item.config) == key), None)
+    if reference is None or not row.losses:
+        return row
+    worst = max(abs(mine - theirs) for mine, theirs in zip(row.losses, reference.losses, strict=False))
+    return dataclasses.replace(row, agrees=worst <= LOSS_TOLERANCE, max_loss_difference=worst)
+
+
+def tidy(output_dir: Path) -> None:
+    """Remove what was made for a study that was refused; a folder with rows in it is left alone."""
+    if (output_dir / "rows.jsonl").exists():
+        return
+    shutil.rmtree(output_dir / ".hydra", ignore_errors=True)
+    for folder in (output_dir / "logs", output_dir):
+        with contextlib.suppress(OSError):  # not empty, or never made
+            folder.rmdir()
+
+
+def finish(cells: Sequence[Cell]) -> int:
+    """Say what was not measured, print the table and figure, say where everything is; the exit code."""
+    measured = 0
+    for path in dict.fromkeys(cell.rows_path for cell in cells):
+        mine = [cell for cell in cells if cell.rows_path == path]
+        rows = [(cell, latest(path, cell.hash)) for cell in mine]
+        good = sum(row is not None and row.status == "ok" for _, row in rows)
+        measured += good
+        sys.stdout.flush()
+        if path.exists() and good:
+            subprocess.run([sys.executable, "-m", "analysis.report", str(path)], stdin=subprocess.DEVNULL, check=False)
+        for cell, row in rows:
+            if row is None or row.status != "ok":
+                print(
+                    f"not measured: {cell.system} ({row.status}: {row.reason})" if row else f"not measured: {cell.system} (not run)"
+                )
+        if path.exists():
+            print(f"rows: {path}")
+        if (path.parent / "wandb").is_dir() and mine[0].logging.wandb != "disabled":
+            print(f"W&B: {path.parent / 'wandb'}")
+    return 0 if measured else 1

@@ -1,0 +1,111 @@
+"""The engine on real streams: same bits for any pipeline, no hidden synchronisation or allocation, no race the sanitizer sees.
+
+python -m pytest tests/gpu -m gpu
+"""
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from baselines.model import skip_packed_sequence_check
+from engine import Recipe
+from engine.host import _Arena
+from tests.models import make_batch, make_engine, make_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "vocab_size": 512, "max_position_embeddings": 256}
+
+
+def train(model, num_steps=6, micro_batches=2, recipe=None, **options):
+    batches = [make_batch(step, micro_batches=micro_batches, rows=4, seq_len=128, vocab=512) for step in range(num_steps)]
+    engine = make_engine(model, batch=batches[0], device="cuda", recipe=recipe or Recipe(lr=1e-3), loss_chunk=256, **options)
+    losses = [engine.train_step(batch) for batch in batches]
+    engine.drain()
+    result = [loss.item() for loss in losses], dict(engine.parameters())
+    engine.close()
+    return result
+
+
+@pytest.mark.parametrize("clip_norm", [1.0, 0.0])
+def test_any_pipeline_gives_identical_bits(clip_norm):
+    model = make_model("qwen2", dtype=torch.bfloat16, **SHAPE)
+    recipe, reference = Recipe(lr=1e-3, clip_norm=clip_norm), None
+    for depth, streams, interval, slabs in itertools.product((1, 2, 3), (1, 2, 3), (1, 3), (0, 2)):
+        found = train(
+            model, recipe=recipe, depth=depth, streams=streams, checkpoint_interval=interval, gradient_slabs=slabs, poison=True
+        )
+        reference = reference or found
+        assert found[0] == reference[0], (depth, streams, interval, slabs)
+        for name, value in found[1].items():
+            assert torch.equal(value, reference[1][name]), (name, depth, streams, interval, slabs)
+
+
+def test_fp32_agrees_with_the_cpu():
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = make_model("qwen2", **SHAPE)
+    on_cuda = train(model, 4)
+    batches = [make_batch(step, micro_batches=2, rows=4, seq_len=128, vocab=512) for step in range(4)]
+    engine = make_engine(model, batch=batches[0], recipe=Recipe(lr=1e-3), loss_chunk=256)
+    torch.testing.assert_close(on_cuda[0], [engine.train_step(b).item() for b in batches], rtol=1e-5, atol=0)
+
+
+def test_a_steady_step_neither_synchronises_nor_allocates_device_or_pinned_memory():
+    skip_packed_sequence_check()
+    model = make_model("qwen2", dtype=torch.bfloat16, **SHAPE)
+    batches = [make_batch(step, micro_batches=2, rows=4, seq_len=128, vocab=512) for step in range(8)]
+    engine = make_engine(model, batch=batches[0], device="cuda", loss_chunk=256)
+    for batch in batches[:4]:
+        engine.train_step(batch)
+    engine.drain()
+    before = torch.cuda.memory_stats()["num_device_alloc"], torch.cuda.host_memory_stats()["num_host_alloc"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in batches[4:]:
+            engine.train_step(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    engine.drain()
+    assert (torch.cuda.memory_stats()["num_device_alloc"], torch.cuda.host_memory_stats()["num_host_alloc"]) == before
+    engine.close()
+
+
+@pytest.mark.parametrize("streams", [2, 3])
+def test_the_cuda_sanitizer_finds_nothing(streams):
+    program = (
+        "import torch; from tests.gpu.test_engine_cuda import *\n"
+        "model = make_model('qwen2', dtype=torch.bfloat16, **SHAPE)\n"
+        f"losses, _ = train(model, 3, streams={streams}, depth=2, checkpoint_interval=2, poison=True)\n"
+        "print('losses', losses)"
+    )
+    environment = {**os.environ, "TORCH_CUDA_SANITIZER": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "losses" in done.stdout
+    assert "data race" not in done.stderr
+
+
+def test_the_host_arena_is_pinned_and_moves_at_the_speed_of_pinned_memory():
+    """Registered memory: the copy from the arena is asynchronous and no slower than from torch's own pinned memory."""
+    arena = _Arena(1 << 28, pin=True)
+    target = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+
+    def seconds(source: torch.Tensor) -> float:
+        times = []
+        for _ in range(5):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            target.copy_(source, non_blocking=True)
+            end.record()
+            assert not end.query()  # the call returned before the copy was done
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        return sorted(times)[2] / 1e3
+
+    registered, pinned = seconds(arena.bytes), seconds(torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True))
+    print(f"registered {0.268 / registered:.1f} GB/s, pinned {0.268 / pinned:.1f} GB/s, is_pinned {arena.bytes.is_pinned()}")
+    assert registered < 1.1 * pinned
+    arena.close()

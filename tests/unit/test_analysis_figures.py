@@ -1,0 +1,156 @@
+"""The style and the quickstart figure: data, labels, units, series and marks; never pixels."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.text import Annotation
+
+from analysis import load, style
+from analysis.figures import quickstart
+from sweeps.result import LOSS_TOLERANCE, Row
+from tests.unit.test_analysis_load import GIB, cpu_rows, curve, h200_rows, plan, row
+
+
+@pytest.fixture(scope="module")
+def h200() -> Figure:
+    return quickstart.figure(load.from_rows(h200_rows()))
+
+
+def words(axes: Axes) -> list[str]:
+    return [child.get_text() for child in axes.get_children() if isinstance(child, Annotation)]
+
+
+def bars(axes: Axes) -> dict[str, float]:
+    return {
+        str(container.get_label()): patch.get_width()
+        for container in axes.containers
+        if hasattr(container, "patches")
+        for patch in container.patches
+    }
+
+
+def lightness(color: str) -> float:
+    linear: list[float] = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
+    luminance: float = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return 116 * math.pow(luminance, 1 / 3) - 16
+
+
+def test_systems_stay_apart() -> None:
+    looks = style.SYSTEMS
+    for first, second in itertools.combinations(["in_memory", "megatrain", "zero3", "fsdp2"], 2):
+        assert abs(lightness(looks[first].color) - lightness(looks[second].color)) >= 15, (first, second)
+    for attribute in ("name", "color", "marker", "hatch"):
+        assert len({getattr(one, attribute) for one in looks.values()}) == len(looks), attribute
+    assert style.look("something_new").name == "something_new"
+
+
+def test_page_size_and_panels(h200: Figure) -> None:
+    assert h200.get_size_inches()[0] == style.PAGE_IN
+    assert [axes.get_title(loc="left") for axes in h200.axes] == ["Throughput (× ZeRO-3)", "Peak memory", "Training loss", ""]
+    assert [axes.get_xlabel() for axes in h200.axes] == ["tokens / s (95% interval)", "GB (10⁹ bytes)", "", "optimizer step"]
+    assert [axes.get_ylabel() for axes in h200.axes[2:]] == ["nats / token", "loss − ref."]
+    assert "qwen2.5-3b (3.40B parameters), batch 32 × 1024 tokens, NVIDIA H200" in h200.get_suptitle()
+
+
+def test_throughput_shows_every_cell(h200: Figure) -> None:
+    axes = h200.axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "in memory",
+        "MegaTrain",
+        "ZeRO-3",
+        "FSDP2",
+        "MegaTrain (published)",
+        "ZeRO-2",
+        "SuperOffload",
+        "ZenFlow",
+    ]
+    assert bars(axes)["MegaTrain"] == pytest.approx(32768 * 5 / 8.03)
+    assert set(bars(axes)) >= {"in memory", "MegaTrain", "ZeRO-3", "FSDP2", "MegaTrain (published)"}
+    assert words(axes) == [
+        "1.90×",
+        "1.80×",
+        "1.00×",
+        "0.71×",
+        "2.06×",
+        "numerics differ",
+        "OOM (device)",
+        "unsupported",
+        "non-finite loss",
+    ]
+    crosses = [line.get_ydata()[0] for line in axes.lines if line.get_marker() == "x"]  # type: ignore[index]
+    assert crosses == [5, 6, 7]
+    assert axes.get_xlim()[0] == 0
+
+
+def test_memory_in_decimal_gigabytes_with_the_plan_beside(h200: Figure) -> None:
+    axes = h200.axes[1]
+    assert bars(axes)["ZeRO-3 device"] == pytest.approx(69.6)
+    assert bars(axes)["ZeRO-3 host"] == pytest.approx(88 * GIB / 1e9)
+    plans = sorted(segment[0][0] for lines in axes.collections for segment in lines.get_segments())  # type: ignore[attr-defined]
+    assert plans == pytest.approx(sorted(count * GIB / 1e9 for count in (95, 5, 66, 80, 17, 41, 60, 67)))
+    legend = axes.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["device", "host", "plan"]
+
+
+def test_losses_of_all_systems_and_their_difference(h200: Figure) -> None:
+    loss, difference = h200.axes[2], h200.axes[3]
+    series = {line.get_label(): line for line in loss.lines if not str(line.get_label()).startswith("_")}
+    assert list(series) == ["in memory", "MegaTrain", "ZeRO-3", "FSDP2", "MegaTrain (published)", "ZenFlow"]
+    assert np.asarray(series["ZeRO-3"].get_ydata()).tolist() == curve(40, 4e-4)
+    assert series["ZeRO-3"].get_color() == style.SYSTEMS["zero3"].color
+    assert words(loss) == ["non-finite loss"]
+    gaps = {line.get_label(): np.asarray(line.get_ydata()) for line in difference.lines}
+    assert list(gaps["MegaTrain"]) == pytest.approx([-6e-4 * step / 40 for step in range(40)], abs=1e-12)
+    assert difference.get_yscale() == "symlog"
+    assert difference.get_ylim()[1] == 1.0
+
+
+def test_difference_is_linear_where_all_agree() -> None:
+    axes = quickstart.figure(load.from_rows(h200_rows()[:4])).axes[3]
+    assert axes.get_yscale() == "linear"
+    assert axes.get_ylim() == (-1.25 * LOSS_TOLERANCE, 1.25 * LOSS_TOLERANCE)
+
+
+def test_cpu_run_has_only_host_memory() -> None:
+    figure = quickstart.figure(load.from_rows(cpu_rows()))
+    assert figure.axes[1].get_title(loc="left") == "Peak host memory"
+    assert set(bars(figure.axes[1])) == {"in memory host", "MegaTrain host", "FSDP2 host"}
+    assert figure.axes[0].get_title(loc="left") == "Throughput"
+    assert words(figure.axes[0]) == ["1,780", "1,365", "1,360", "unsupported"]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [row("zero3", status="error", reason="boom")],
+        [row("in_memory", status="wont_fit", plan=plan(236 * GIB, GIB)), row("megatrain", [5.9], losses=curve(1))],
+        [row("in_memory", [1.0], losses=[2.0, 1.0]), row("megatrain", [1.0], losses=[2.0, 1.0], agrees=True)],
+        [row("in_memory", [1.0], losses=[2.0, 1.0]), row("megatrain", status="nonfinite", losses=[float("nan")])],
+    ],
+    ids=["nothing measured", "no reference", "identical losses", "first loss not finite"],
+)
+def test_sparse_groups_still_draw(rows: list[Row], tmp_path: Path) -> None:
+    figure = quickstart.figure(load.from_rows(rows))
+    assert len(figure.axes[0].get_yticks()) == len(rows)
+    style.save(figure, tmp_path / "sparse")
+
+
+def test_files_are_reproducible_and_fonts_embedded(tmp_path: Path) -> None:
+    first = style.save(quickstart.figure(load.from_rows(cpu_rows())), tmp_path / "a.b")
+    second = style.save(quickstart.figure(load.from_rows(cpu_rows())), tmp_path / "again")
+    assert [path.name for path in first] == ["a.b.png", "a.b.pdf"]
+    for one, other in zip(first, second, strict=True):
+        assert one.read_bytes() == other.read_bytes()
+    pdf = first[1].read_bytes()
+    assert b"/FontFile2" in pdf
+    assert b"/Type3" not in pdf
+    assert b"CreationDate" not in pdf

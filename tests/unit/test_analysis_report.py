@@ -1,0 +1,87 @@
+"""Both commands, from rows on disk to files and lines on the terminal."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from analysis import make, report, style
+from analysis.compare import CPU_NOTE
+from tests.unit.test_analysis_load import cpu_rows, h200_rows, row, save
+
+
+@pytest.fixture(autouse=True)
+def _coarse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small pictures: these tests look at files, not at pixels."""
+    monkeypatch.setitem(style.RC, "savefig.dpi", 50)
+
+
+def test_report_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert report.main([str(save(tmp_path / "rows.jsonl", h200_rows()))]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("quickstart: qwen2.5-3b (3.40B parameters), batch 32 × 1024 tokens\nNVIDIA H200, 16 cores, 134 GB host\n")
+    assert "torch 2.11.0, deepspeed 0.19.8, 2026-11-21, commit 012345678" in out
+    assert "MegaTrain is the fastest: 1.80x" in out
+    assert out.splitlines()[-3:] == [str(tmp_path / f"report.{kind}") for kind in ("png", "pdf", "md")]
+    assert all((tmp_path / f"report.{kind}").stat().st_size > 500 for kind in ("png", "pdf", "md"))
+    page = (tmp_path / "report.md").read_text()
+    assert re.search(r"!\[.*\]\(report\.png\)", page)
+
+
+def test_cpu_report_says_what_it_is_worth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out_folder = tmp_path / "out"
+    assert report.main([str(save(tmp_path / "rows.jsonl", cpu_rows())), "--out", str(out_folder), "--name", "cpu"]) == 0
+    assert CPU_NOTE in capsys.readouterr().out
+    assert CPU_NOTE in (out_folder / "cpu.md").read_text()
+
+
+def test_one_table_and_figure_a_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [*cpu_rows(), row("zero3", [2.9]), row("zero3", [5.0], seq_len=2048, cell="long")]
+    assert report.main([str(save(tmp_path / "rows.jsonl", rows))]) == 0
+    assert capsys.readouterr().out.count("quickstart: ") == 3
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == [
+        "report-1-quickstart-qwen2-tiny-8x256.png",
+        "report-2-quickstart-qwen2.5-3b-32x1024.png",
+        "report-3-quickstart-qwen2.5-3b-32x2048.png",
+    ]
+    assert (tmp_path / "report.md").read_text().count("\n## ") == 2
+
+
+def test_readme_prints_markdown_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main([str(save(tmp_path / "rows.jsonl", h200_rows())), "--readme"]) == 0
+    assert "| **★ MegaTrain** |" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_bad_input_is_one_line_and_exit_2(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "analysis.report", str(tmp_path / "absent")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_make_rebuilds_every_file_to_the_same_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "h200_quickstart.jsonl", h200_rows()[:2])
+    save(tmp_path / "cpu.jsonl", cpu_rows()[:2])
+    assert make.main(["--results", str(tmp_path)]) == 0
+    written = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    names = [f"{stem}.{kind}" for stem in ("cpu", "h200_quickstart") for kind in ("png", "pdf", "md")]
+    assert [path.name for path in written] == names
+    before = [path.read_bytes() for path in written]
+    assert make.main(["--results", str(tmp_path)]) == 0
+    assert [path.read_bytes() for path in written] == before
+
+
+def test_make_without_rows_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert make.main(["--results", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("\n") == 1
+    (tmp_path / "bad.jsonl").write_text('{"schema_version": 0}\n')
+    assert make.main(["--results", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("error: ")

@@ -1,0 +1,190 @@
+"""Statistics, ranking, the sentence, and the table in its three forms."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from analysis import load, stats, tables
+from analysis.compare import CPU_NOTE, Comparison, compare, notes, sentence
+from sweeps.result import Row
+from tests.unit.test_analysis_load import cpu_rows, curve, h200_rows, plan, row
+
+
+def comparison(rows: list[Row]) -> Comparison:
+    return compare(load.from_rows(rows))
+
+
+def printed(rows: list[Row], width: int) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(tables.terminal(comparison(rows), width))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_median_and_its_interval_are_seeded() -> None:
+    first, second = stats.median([3.0, 1.0, 2.0, 4.0, 10.0]), stats.median([3.0, 1.0, 2.0, 4.0, 10.0])
+    assert first == second
+    assert first.value == 3.0
+    assert first.lo is not None
+    assert first.hi is not None
+    assert 1.0 <= first.lo < 3.0 < first.hi <= 10.0
+
+
+def test_one_window_has_no_interval() -> None:
+    alone = stats.throughput(100.0, [1.0])
+    assert alone is not None
+    assert not alone.has_interval
+    quotient = stats.ratio(100.0, [1.0], 50.0, [2.0, 2.1])
+    assert quotient is not None
+    assert (quotient.value, quotient.lo) == (2.0, None)
+    assert stats.throughput(None, []) is None
+    assert stats.ratio(100.0, [1.0], None, []) is None
+
+
+def test_bootstrap_interval_covers_the_truth() -> None:
+    """About 95% of intervals of 20 normal windows hold the true ratio 2 (binomial: 3 standard deviations under 0.90 fail)."""
+    generator = np.random.default_rng(7)
+    held = 0
+    for _ in range(100):
+        fast, slow = generator.normal(1.0, 0.05, 20), generator.normal(2.0, 0.1, 20)
+        quotient = stats.ratio(1 / fast.mean(), fast.tolist(), 1 / slow.mean(), slow.tolist())
+        assert quotient is not None
+        held += not quotient.excludes(2.0)
+    assert held >= 86
+
+
+def test_ratio_is_the_quotient_of_the_printed_speeds() -> None:
+    by_system = {one.system: one for one in comparison(h200_rows()).standings}
+    megatrain, zero3 = by_system["megatrain"], by_system["zero3"]
+    assert megatrain.speed is not None
+    assert zero3.speed is not None
+    assert megatrain.ratio is not None
+    assert megatrain.ratio.value == pytest.approx(megatrain.speed.value / zero3.speed.value)
+    assert megatrain.ratio.value == pytest.approx(14.45 / 8.03)
+    assert megatrain.ratio.excludes(1.0)
+
+
+def test_order_ranking_and_winner() -> None:
+    standings = comparison(h200_rows()).standings
+    assert [one.system for one in standings] == [
+        "in_memory",
+        "megatrain",
+        "zero3",
+        "fsdp2",
+        "published_megatrain",
+        "zero2",
+        "superoffload",
+        "zenflow",
+    ]
+    assert [one.system for one in standings if one.ranked] == ["megatrain", "zero3", "fsdp2"]
+    assert [one.system for one in standings if one.best] == ["megatrain"]
+
+
+def test_sentence_names_winner_and_interval() -> None:
+    text = sentence(comparison(h200_rows()))
+    assert re.fullmatch(
+        r"MegaTrain is the fastest: 1\.80x \(95% interval 1\.\d\d to 1\.\d\d\) as fast as ZeRO-3 "
+        r"\(20,403 tokens/s against 11,338\)\.",
+        text,
+    )
+
+
+def test_sentence_is_honest_when_zero3_wins_or_nothing_can_be_told_apart() -> None:
+    rows = [one for one in h200_rows() if one.system not in ("megatrain", "published_megatrain")]
+    assert sentence(comparison(rows)).startswith("ZeRO-3 is the fastest: 1.4")
+    assert "cannot be told apart" in sentence(comparison(cpu_rows()))
+    assert sentence(comparison([rows[0]])).startswith("No system but the reference")
+    assert sentence(comparison([row("zero3", [2.0])])) == "Only ZeRO-3 could be ranked: 16,384 tokens/s."
+
+
+def test_a_disagreeing_zero3_gives_no_ratio() -> None:
+    rows = [
+        row("in_memory", [1.0], losses=curve(3)),
+        row("zero3", [2.0], agrees=False, max_loss_difference=0.1),
+        row("megatrain", [1.5], agrees=True),
+    ]
+    result = comparison(rows)
+    assert all(one.ratio is None for one in result.standings)
+    assert "No ratios: ZeRO-3 was not measured with agreeing losses." in notes(result)
+
+
+def test_without_a_reference_row_speeds_are_ranked_and_the_note_says_so() -> None:
+    rows = [
+        row("in_memory", status="wont_fit", reason="needs 236 GB", plan=plan(236, 1)),
+        row("zero3", [10.7]),
+        row("megatrain", [5.9]),
+    ]
+    result = comparison(rows)
+    assert [one.system for one in result.ranked] == ["megatrain", "zero3"]
+    assert "No reference row: numerics were not checked." in notes(result)
+    assert "in memory: does not fit: needs 236 GB" in notes(result)
+
+
+def test_a_row_without_verdict_is_not_ranked_beside_checked_ones() -> None:
+    rows = [row("zero3", [3.0], agrees=True), row("megatrain", [1.0], agrees=None)]
+    assert [one.system for one in comparison(rows).ranked] == ["zero3"]
+
+
+def test_notes_give_reasons_and_the_cpu_line() -> None:
+    told = notes(comparison(h200_rows()))
+    assert "ZeRO-2: OOM (device): CUDA out of memory at step 0: 141 GB" in told
+    assert any(line.startswith("MegaTrain (published): numerics differ") and "6.0e-01" in line for line in told)
+    assert CPU_NOTE not in told
+    assert CPU_NOTE in notes(comparison(cpu_rows()))
+
+
+def test_cells() -> None:
+    title, *body = tables.cells(comparison(h200_rows()))
+    by_system = {row[0]: dict(zip(title, row, strict=True)) for row in body}
+    best = by_system["★ MegaTrain"]
+    assert (best["tokens/s"], best["ratio to\nZeRO-3"], best["TFLOPS\n6P"], best["MFU"]) == ("20,403", "1.80x", "416", "52.4%")
+    assert (best["device\nGB"], best["host\nGB"], best["host\nB/param"]) == ("19.3", "47.2", "13.9")
+    assert (best["final\nloss"], best["max\n|Δloss|"], best["agrees"]) == ("2.1433", "6.0e-04", "yes")
+    assert by_system["in memory"]["agrees"] == "reference"
+    assert by_system["MegaTrain (published)"]["agrees"] == "differs"
+    assert by_system["ZeRO-2"]["tokens/s"] == "OOM (device)"
+    assert set(list(by_system["ZeRO-2"].values())[2:]) == {"—"}
+
+
+def test_cpu_table_has_neither_mfu_nor_device() -> None:
+    titles = [column.title for column in tables.columns(comparison(cpu_rows()))]
+    assert "MFU" not in titles
+    assert "device\nGB" not in titles
+    assert "host\nGB" in titles
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+@pytest.mark.parametrize("rows", [h200_rows(), h200_rows()[:4], cpu_rows()], ids=["h200", "four", "cpu"])
+def test_terminal_never_wraps(rows: list[Row], width: int) -> None:
+    lines = [line for line in printed(rows, width).split("\n") if line.strip()]
+    assert len(lines) == 2 + 1 + len(rows)
+    assert max(map(len, lines)) <= width
+    assert "…" not in "".join(lines)
+    assert all(word in "".join(lines) for word in ("tokens/s", "agrees", "MegaTrain"))
+
+
+def test_everything_asked_for_fits_100_columns_for_the_four_systems() -> None:
+    text = printed(h200_rows()[:4], 100)
+    assert all(word in text for word in ("TFLOPS", "MFU", "device", "host", "B/param", "final", "|Δloss|", "agrees"))
+    assert "interval" in printed(h200_rows()[:4], 120)
+    narrow = printed(h200_rows()[:4], 80)
+    assert "B/param" not in narrow
+    assert "|Δloss|" in narrow
+
+
+def test_markdown_and_latex() -> None:
+    result = comparison(h200_rows())
+    lines = tables.markdown(result).splitlines()
+    assert lines[0].startswith("| system | tokens/s | ratio to ZeRO-3 |")
+    assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1
+    assert "| **★ MegaTrain** | **20,403** | 1.80x |" in lines[3]
+    tex = tables.latex(result)
+    assert tex.startswith("\\begin{tabular}{lrrrrrrrrrrl}")
+    assert "\\textbf{MegaTrain} & \\textbf{20,403} & 1.80x" in tex
+    assert "52.4\\%" in tex
+    assert not set("★—–Δ_") & set(tex)

@@ -1,0 +1,116 @@
+"""Any decoder-only transformers model: first-step loss and every gradient equal the plain model's."""
+
+import pytest
+import torch
+
+from engine.decoder import Decoder
+from tests.models import engine_gradients, make_batch, make_engine, make_model, plain_loss
+
+ARCHITECTURES = {
+    "llama": ("llama", "sdpa", {}),
+    "llama-tied": ("llama", "sdpa", {"tie_word_embeddings": True}),
+    "qwen2": ("qwen2", "sdpa", {"tie_word_embeddings": False}),
+    "qwen3": ("qwen3", "sdpa", {"head_dim": 16}),
+    "mistral-sliding-window": ("mistral", "sdpa", {"sliding_window": 5}),
+    "qwen2-mixed-windows": (
+        "qwen2",
+        "sdpa",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "num_hidden_layers": 4},
+    ),
+    "gemma2": ("gemma2", "eager", {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8, "num_hidden_layers": 4}),
+    "gpt2": ("gpt2", "sdpa", {"n_embd": 32, "n_layer": 3, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    "phi3": ("phi3", "sdpa", {"resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "opt-norm-registered-first": (
+        "opt",
+        "sdpa",
+        {"ffn_dim": 64, "dropout": 0.0, "attention_dropout": 0.0, "word_embed_proj_dim": 32},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_first_step_equals_the_plain_model(name, micro_batches):
+    model_type, attention, settings = ARCHITECTURES[name]
+    model = make_model(model_type, attention=attention, **settings)
+    batch = make_batch(1, micro_batches=micro_batches)
+    engine = make_engine(model, batch=batch, checkpoint_interval=2, poison=True)
+    loss = engine.train_step(batch)
+    expected = plain_loss(model, batch)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=1e-6)
+    gradients = engine_gradients(engine)
+    for parameter_name, parameter in model.named_parameters():
+        reference = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(
+            gradients.pop(parameter_name), reference, rtol=1e-4, atol=2e-6, msg=lambda m, n=parameter_name: f"{n}: {m}"
+        )
+    assert not gradients
+
+
+def test_layers_that_differ_in_configuration_have_templates_of_their_own():
+    alternating = make_engine(make_model("gemma2", attention="eager", head_dim=8, sliding_window=5, num_hidden_layers=4))
+    templates = alternating._decoder.templates
+    assert templates[0] is templates[2]
+    assert templates[1] is templates[3]
+    assert templates[0] is not templates[1]
+    assert [t.module.self_attn.sliding_window for t in templates[:2]] == [5, None]
+
+
+def test_layers_of_one_configuration_share_one_template():
+    assert len({id(t) for t in make_engine(make_model("qwen2"))._decoder.templates}) == 1
+
+
+def test_templates_hold_no_weights_and_weights_are_views_of_the_slot():
+    engine = make_engine(make_model("qwen2"))
+    assert all(p.is_meta for t in engine._decoder.templates for p in t.module.parameters())
+    slots, layout = engine._executor._slots, engine._layouts[1]
+    for slot, buffer in enumerate(slots.buffers):
+        first, last = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
+        for view in slots.weights(slot, layout).values():
+            assert first <= view.data_ptr() < last
+
+
+def test_a_layer_that_uses_its_index_gets_its_own():
+    """GPT-2 can scale attention by the layer's number: one template, three different results."""
+    settings = ARCHITECTURES["gpt2"][2] | {"scale_attn_by_inverse_layer_idx": True}
+    model = make_model("gpt2", attention="eager", **settings)
+    batch = make_batch(1)
+    engine = make_engine(model, batch=batch)
+    torch.testing.assert_close(engine.train_step(batch), plain_loss(model, batch).detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_padding_reaches_the_layers_as_the_models_own_mask():
+    """A 2-D padding mask must not reach scaled_dot_product_attention as it is."""
+    model = make_model("qwen2")
+    batch = make_batch(1, rows=3)
+    mask = torch.ones_like(batch.tokens)
+    mask[0, 1, 10:] = 0
+    mask[0, 2, :4] = 0
+    padded = type(batch)(tokens=batch.tokens, labels=batch.labels.masked_fill(mask == 0, -100), attention_mask=mask)
+    assert padded.num_tokens == int(mask.sum())
+    engine = make_engine(model, batch=padded)
+    loss = engine.train_step(padded)
+    expected = plain_loss(model, padded)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=1e-6)
+    gradients = engine_gradients(engine)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1, allowed 0"),
+    ],
+)
+def test_dropout_is_refused_with_one_line(settings, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        make_engine(make_model("qwen2", **settings))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_decoder_layers_is_refused():
+    with pytest.raises(ValueError, match="no list of decoder layers"):
+        Decoder(torch.nn.Linear(2, 2))

@@ -1,0 +1,93 @@
+"""baselines.loss: the chunked loss is the library's loss, and one chunk of logits is alive at a time."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from baselines.loss import CausalLMLoss
+from baselines.model import initial_weights, materialise
+from baselines.system import ModelSpec
+from tests.unit.test_baselines_model import CPU, FAMILIES, TINY
+
+SPECS = FAMILIES | {
+    "gemma2-capped": ModelSpec(
+        name="gemma2",
+        model_type="gemma2",
+        config=TINY | {"head_dim": 8, "final_logit_softcapping": 0.05, "pad_token_id": None},
+        attn_implementation="eager",
+    ),
+    "granite": ModelSpec(name="granite", model_type="granite", config=TINY | {"logits_scaling": 3.0, "pad_token_id": None}),
+}
+
+
+def make(name):
+    model = materialise(SPECS[name], torch.float32, CPU, initial_weights(SPECS[name], 0, torch.float32, CPU))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(3)
+    tokens = torch.randint(0, 96, (2, 20), generator=torch.Generator().manual_seed(1))
+    labels = tokens.roll(-1, 1)
+    labels[0, :5] = -100
+    return model, tokens, labels
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("name", SPECS)
+def test_equals_the_plain_loss(name, checkpointing):
+    model, tokens, labels = make(name)
+    mask = torch.ones_like(tokens)
+    mask[1, 15:] = 0
+    labels[1, 14:] = -100
+    num_tokens = int((labels != -100).sum())
+    logits = model(tokens, attention_mask=mask, use_cache=False).logits
+    expected = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum") / num_tokens
+    expected.backward()
+    gradients = {key: param.grad.clone() for key, param in model.named_parameters()}
+    model.zero_grad()
+    loss = CausalLMLoss(model, loss_chunk=7, activation_checkpointing=checkpointing)
+    value = loss(tokens, labels, mask, num_tokens)
+    value.backward()
+    assert abs(value.item() - expected.item()) < 2e-6
+    for key, param in model.named_parameters():
+        torch.testing.assert_close(param.grad, gradients[key], rtol=1e-4, atol=1e-6)
+    assert len(list(loss.parameters())) == len(gradients)
+
+
+def test_one_chunk_of_logits_is_alive():
+    model, tokens, labels = make("llama")
+    loss = CausalLMLoss(model, loss_chunk=8)
+    alive, peak, chunks = 0, 0, 0
+
+    def died():
+        nonlocal alive
+        alive -= 1
+
+    def seen(module, args, output):
+        nonlocal alive, peak, chunks
+        alive, chunks = alive + 1, chunks + 1
+        weakref.finalize(output, died)
+        peak = max(peak, alive)
+        assert output.numel() <= 8 * 96
+
+    model.get_output_embeddings().register_forward_hook(seen)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+        value = loss(tokens, labels, None, 35)
+    assert not any(shape[-1:] == (96,) for shape in saved)
+    value.backward()
+    assert chunks == 2 * 5
+    assert peak == 1
+
+
+def test_layers_are_recomputed_only_when_asked():
+    for checkpointing, expected in ((True, 2), (False, 1)):
+        model, tokens, labels = make("llama")
+        loss = CausalLMLoss(model, activation_checkpointing=checkpointing)
+        calls = []
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        loss(tokens, labels, None, 35).backward()
+        assert len(calls) == expected

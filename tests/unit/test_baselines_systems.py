@@ -1,0 +1,159 @@
+"""The baselines' borders: options, missing dependencies, plans at full size, whole checkpoints, the process group."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from baselines import distributed
+from baselines.common import whole_directory
+from baselines.model import num_params
+from baselines.system import ModelSpec, Shape, SystemSpec, Unsupported, build
+from engine import Recipe
+from tests.unit.test_baselines_model import TINY
+
+QWEN_14B = {
+    "hidden_size": 5120,
+    "intermediate_size": 13824,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "vocab_size": 152064,
+}
+
+
+def make_spec(config=TINY, shape=None, dtype=torch.bfloat16, device="cpu", **options) -> SystemSpec:
+    return SystemSpec(
+        model=ModelSpec(name="m", model_type="qwen2", config=config),
+        shape=shape or Shape(batch_size=2, seq_len=8),
+        recipe=Recipe(),
+        dtype=dtype,
+        device=torch.device(device),
+        options=options,
+    )
+
+
+@pytest.mark.parametrize("name", ["in_memory", "zero3", "fsdp2"])
+@pytest.mark.parametrize("options", [{"activation_checkpointing": 1}, {"loss_chunk": 0}, {"loss_chunk": True}, {"loss_chunk": "8"}])
+def test_bad_values_are_one_line(name, options):
+    (key,) = options
+    with pytest.raises(ValueError, match=rf"^system\.{key}: got .*, allowed [^\n]*; [^\n]*$"):
+        build(name, make_spec(**options))
+
+
+def test_bad_dtype_and_system():
+    with pytest.raises(ValueError, match=r"^system\.dtype: got torch.float16, allowed bfloat16, float32"):
+        build("in_memory", make_spec(dtype=torch.float16))
+    with pytest.raises(ValueError, match=r"^system: got 'nope', allowed in_memory"):
+        build("nope", make_spec())
+
+
+def without(monkeypatch, *, module=None, program=None):
+    find_spec, which = importlib.util.find_spec, shutil.which
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == module else find_spec(name, *rest))
+    monkeypatch.setattr(shutil, "which", lambda name, **rest: None if name == program else which(name, **rest))
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        ({"module": "deepspeed"}, "deepspeed is not installed; pip install"),
+        ({"program": "g++"}, "g.. is missing"),
+        ({"program": "ninja"}, "ninja is missing"),
+    ],
+)
+def test_zero3_without_a_dependency_is_unsupported(monkeypatch, missing, words):
+    monkeypatch.delenv("CXX", raising=False)
+    without(monkeypatch, **missing)
+    with pytest.raises(Unsupported, match=words) as caught:
+        build("zero3", make_spec())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("version", ["0.19.7", "0.9.12", "0.18.9+abc"])
+def test_zero3_with_an_old_deepspeed_is_unsupported(monkeypatch, version):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    with pytest.raises(Unsupported, match=r"0\.19\.8"):
+        build("zero3", make_spec())
+
+
+@pytest.mark.parametrize(
+    ("name", "host_per_param", "device_gb"),
+    [("zero3", 26, (25, 60)), ("fsdp2", 22, (30, 70)), ("in_memory", 0, (18 * 14.77, 18 * 14.77 + 50))],
+)
+def test_plan_at_14b(name, host_per_param, device_gb):
+    spec = make_spec(QWEN_14B, Shape(batch_size=32, seq_len=1024), device="cuda")
+    plan = build(name, spec).plan()
+    assert plan.host_bytes == pytest.approx(host_per_param * num_params(spec.model), rel=0.01, abs=1)
+    assert device_gb[0] < plan.device_bytes / 1e9 < device_gb[1]
+
+
+def test_plan_counts_what_the_options_change():
+    shape, config = Shape(batch_size=32, seq_len=1024), QWEN_14B | {"num_hidden_layers": 8}
+
+    def device_bytes(name, **options):
+        return build(name, make_spec(config, shape, device="cuda", **options)).plan().device
+
+    for name in ("in_memory", "zero3", "fsdp2"):
+        plain = device_bytes(name)
+        assert device_bytes(name, activation_checkpointing=False)["activations"] > 3 * plain["activations"]
+        assert device_bytes(name, loss_chunk=32768)["activations"] > 3 * plain["activations"]
+    weights = device_bytes("zero3", offload_param=False)["weights"]
+    assert weights == 2 * num_params(make_spec(config).model)
+
+
+def write_half(target):
+    with whole_directory(target) as partial:
+        (partial / "file").write_text("half")
+        raise KeyError(target)
+
+
+def test_directory_appears_whole_or_not_at_all(tmp_path):
+    target = tmp_path / "a" / "checkpoint"
+    with pytest.raises(KeyError):
+        write_half(target)
+    assert list(target.parent.iterdir()) == []
+    with whole_directory(target) as partial:
+        (partial / "file").write_text("whole")
+    assert [path.name for path in target.parent.iterdir()] == ["checkpoint"]
+    with pytest.raises(ValueError, match=r"^save: .* exists, allowed a new directory; "):
+        write_half(target)
+    assert (target / "file").read_text() == "whole"
+
+
+@pytest.mark.parametrize("name", ["in_memory", "fsdp2"])
+def test_resume_from_nothing_is_one_line(name, tmp_path):
+    from baselines.model import initial_weights
+
+    spec = make_spec()
+    system = build(name, spec)
+    system.setup(initial_weights(spec.model, 0, spec.dtype, spec.device))
+    with pytest.raises(ValueError, match=r"^resume: got "):
+        system.resume(tmp_path)
+    system.close()
+
+
+def test_process_group_is_shared_and_destroyed_by_the_last():
+    assert not dist.is_initialized()
+    distributed.acquire("gloo")
+    distributed.acquire("gloo")
+    distributed.release()
+    assert dist.is_initialized()
+    distributed.release()
+    distributed.release()
+    assert not dist.is_initialized()
+
+
+def test_a_group_of_others_is_left_alone(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        distributed.acquire("gloo")
+        distributed.release()
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,85 @@
+"""The rooms' imports run one way, and the house rules that a parser can check."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ("engine", "baselines", "sweeps", "analysis")
+ALLOWED = {
+    "engine": {"engine": None},
+    "baselines": {"baselines": None, "engine": {"engine"}},  # the engine's public names only
+    "sweeps": {"sweeps": None, "baselines": None, "engine": None},
+    "analysis": {"analysis": None, "sweeps": {"sweeps.result"}},
+}
+"""Room -> room it may import from -> modules it may import (None: any)."""
+ONLY_IN = {"hydra": {"sweeps"}, "omegaconf": {"sweeps"}, "wandb": {"sweeps"}, "transformers": {"baselines", "sweeps"}}
+"""Library -> rooms that may import it."""
+ENGINE_LIBRARIES = {"torch"}
+
+
+def imports(path: Path) -> set[str]:
+    """Modules a file imports, anywhere in it; `from a import b` counts as a.b where that is a module of ours."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            modules = {name for name in names if _is_module(name)}
+            found |= modules or {node.module}
+    return found
+
+
+def _is_module(name: str) -> bool:
+    path = ROOT / name.replace(".", "/")
+    return name.split(".")[0] in ROOMS and (path.with_suffix(".py").exists() or (path / "__init__.py").exists())
+
+
+FILES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+
+
+def identifier(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", FILES, ids=identifier)
+def test_imports_run_one_way(path):
+    room = path.relative_to(ROOT).parts[0]
+    for name in imports(path):
+        top = name.split(".")[0]
+        if top in ROOMS:
+            assert top in ALLOWED[room], f"{room} imports {name}"
+            assert ALLOWED[room][top] is None or name in ALLOWED[room][top], f"{room} imports {name}"
+        if top in ONLY_IN:
+            assert room in ONLY_IN[top], f"{room} imports {name}"
+
+
+def test_the_engine_needs_torch_alone():
+    import sys
+
+    for path in (ROOT / "engine").rglob("*.py"):
+        for name in imports(path):
+            top = name.split(".")[0]
+            assert top in sys.stdlib_module_names or top in ENGINE_LIBRARIES | {"engine"}, f"{path.name} imports {name}"
+
+
+def test_only_the_executor_and_streams_touch_streams():
+    for path in (ROOT / "engine").glob("*.py"):
+        if path.name not in ("streams.py",):
+            text = path.read_text()
+            assert "torch.cuda.Stream(" not in text, path.name
+            assert "torch.cuda.stream(" not in text, path.name
+            assert "wait_event" not in text, path.name
+
+
+@pytest.mark.parametrize("path", FILES, ids=identifier)
+def test_files_say_what_they_are_and_functions_stay_short(path):
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree), "a file opens with what it is"
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = node.end_lineno - node.lineno + 1
+            assert length <= 80, f"{node.name} has {length} lines"
+    assert len(path.read_text().splitlines()) <= 320

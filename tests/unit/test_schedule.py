@@ -1,0 +1,121 @@
+"""Every schedule is safe and minimal, by a happens-before check that shares no code with the generator."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from engine.schedule import Op, Pipeline, build
+
+COMBINATIONS = list(itertools.product(range(1, 13), range(1, 5), range(1, 4), range(1, 6)))
+
+
+def unroll(ops: tuple[Op, ...], num_steps: int = 3) -> list[tuple[Op, list[int]]]:
+    """`num_steps` steps laid end to end, each operation with the absolute indices that it waits for."""
+    size, unrolled = len(ops), []
+    for step in range(num_steps):
+        for op in ops:
+            waits = [(step + offset) * size + index for offset, index in op.waits]
+            unrolled.append((op, [w for w in waits if w >= 0]))
+    return unrolled
+
+
+def ancestors(unrolled: list[tuple[Op, list[int]]]) -> list[int]:
+    """Bit set of all operations that happen before each one, through lane order and waits alone."""
+    before, last = [], {}
+    for index, (op, waits) in enumerate(unrolled):
+        known = 0
+        for predecessor in [*waits, *([last[op.lane]] if op.lane in last else [])]:
+            known |= before[predecessor] | (1 << predecessor)
+        before.append(known)
+        last[op.lane] = index
+    return before
+
+
+def races(unrolled: list[tuple[Op, list[int]]]) -> list[tuple[int, int, str]]:
+    """(earlier, later, resource) pairs of conflicting accesses that nothing orders."""
+    before, found = ancestors(unrolled), []
+    accesses: dict[str, list[tuple[int, bool]]] = {}
+    for index, (op, _) in enumerate(unrolled):
+        for resource in op.reads | op.writes:
+            writes = resource in op.writes
+            for earlier, wrote in accesses.setdefault(resource, []):
+                if (writes or wrote) and not before[index] >> earlier & 1:
+                    found.append((earlier, index, resource))
+            accesses[resource].append((index, writes))
+    return found
+
+
+def pipelines(num_layers: int, depth: int, streams: int, interval: int) -> list[Pipeline]:
+    """The combination with clipping and own slabs, with clipping and a pool, and without clipping and a pool."""
+    base = Pipeline(num_layers=num_layers, depth=depth, streams=streams, checkpoint_interval=interval)
+    return [base, replace(base, gradient_slabs=2), replace(base, gradient_slabs=2, clip=False), replace(base, clip=False)]
+
+
+def test_every_combination_is_free_of_races():
+    for combination in COMBINATIONS:
+        for pipeline in pipelines(*combination):
+            assert races(unroll(build(pipeline))) == [], pipeline
+
+
+def test_every_wait_of_every_combination_is_needed():
+    """Without one wait, the operation it protected is unordered with the one it waited for, and they conflict."""
+    for combination in COMBINATIONS:
+        for pipeline in pipelines(*combination):
+            unrolled = unroll(build(pipeline), 2)
+            before, last = ancestors(unrolled), {}
+            for index, (op, waits) in enumerate(unrolled):
+                for removed in waits:
+                    rest = [w for w in waits if w != removed] + ([last[op.lane]] if op.lane in last else [])
+                    known = 0
+                    for predecessor in rest:
+                        known |= before[predecessor] | (1 << predecessor)
+                    other = unrolled[removed][0]
+                    conflict = (op.writes & (other.reads | other.writes)) | (op.reads & other.writes)
+                    assert conflict, (pipeline, index, removed)
+                    assert not known >> removed & 1, (pipeline, index, removed)
+                last[op.lane] = index
+
+
+@pytest.mark.parametrize("combination", [(1, 1, 1, 1), (3, 1, 2, 2), (4, 2, 3, 1), (5, 3, 3, 2), (4, 4, 2, 3)])
+def test_removing_any_one_wait_is_found(combination):
+    for pipeline in pipelines(*combination):
+        ops = build(pipeline)
+        for index, op in enumerate(ops):
+            for wait in op.waits:
+                broken = list(ops)
+                broken[index] = replace(op, waits=tuple(w for w in op.waits if w != wait))
+                assert races(unroll(tuple(broken))), (pipeline, index, wait)
+
+
+def test_each_layer_is_loaded_once_each_way_and_stored_once_with_interval_one():
+    ops = build(Pipeline(num_layers=6))
+    loads = [op.block for op in ops if op.kind == "load"]
+    stores = [op.block for op in ops if op.kind == "store"]
+    assert loads == [0, 1, 2, 3, 4, 5, 6, 7, 6, 5, 4, 3, 2, 1]
+    assert stores == [7, 6, 5, 4, 3, 2, 1, 0]
+
+
+def test_without_clipping_updates_start_in_the_backward():
+    kinds = [op.kind for op in build(Pipeline(num_layers=4, clip=False))]
+    assert kinds.index("step") < len(kinds) - kinds[::-1].index("compute") - 1
+
+
+@pytest.mark.parametrize(("interval", "recomputes"), [(1, 0), (2, 3), (3, 4), (6, 5), (9, 5)])
+def test_checkpoint_interval_recomputes_all_but_the_last_layer_of_each_group(interval, recomputes):
+    ops = build(Pipeline(num_layers=6, checkpoint_interval=interval))
+    assert sum(op.phase == "recompute" for op in ops) == recomputes
+
+
+def test_depth_two_lets_the_next_load_run_beside_the_computation():
+    """With one slot a load waits for the computation just before it; with two it never does."""
+    for depth, expected in ((1, True), (2, False)):
+        ops = build(Pipeline(num_layers=4, depth=depth))
+        computed, waits_for_previous = {}, False
+        for index, op in enumerate(ops):
+            if op.kind == "compute":
+                computed[index] = op
+            elif op.kind == "load" and op.slot >= 0 and computed:
+                latest_free = max((i for i, o in enumerate(ops[:index]) if o.kind == "free"), default=-1)
+                waits_for_previous |= (0, latest_free) in op.waits
+        assert waits_for_previous is expected

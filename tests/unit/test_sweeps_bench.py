@@ -1,0 +1,187 @@
+"""THE loop, with a system that records its calls and a clock that counts; the samplers; rows on disk."""
+
+import json
+import math
+import multiprocessing
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import Batch, NonFiniteLossError
+from sweeps import bench, mirror, study
+from sweeps.clock import Stopwatch
+from sweeps.config import Measure
+from sweeps.isolate import Outcome, run_isolated, verdict
+from sweeps.memory import NoDevice, Sampler, host_bytes
+from sweeps.result import Row, read_rows
+from sweeps.sinks import JsonlSink
+
+ROW = {"experiment": "e", "system": "s", "model": "m", "batch_size": 2, "seq_len": 8, "num_micro_batches": 1, "status": "ok"}
+
+
+class Recorder:
+    """A TrainingSystem's two hot calls, written down; each takes a fixed time on the counted clock."""
+
+    def __init__(self, nan_at: int | None = None) -> None:
+        self.calls: list[str] = []
+        self.now, self.nan_at = 0.0, nan_at
+
+    def train_step(self, batch: Batch) -> torch.Tensor:
+        self.calls.append("step")
+        self.now += 1.0
+        number = self.calls.count("step") - 1
+        return torch.tensor(math.nan if number == self.nan_at else float(number))
+
+    def drain(self) -> None:
+        self.calls.append("drain")
+        self.now += 0.5
+
+    def clock(self) -> float:
+        self.calls.append("clock")
+        return self.now
+
+
+def forever():
+    while True:
+        tokens = torch.zeros(1, 2, 4, dtype=torch.int64)
+        yield Batch(tokens=tokens, labels=torch.where(torch.arange(4) == 3, -100, tokens))
+
+
+def run(system: Recorder, **fields: int) -> tuple[bench.Measurement, list[dict]]:
+    events: list[dict] = []
+    spec = Measure(**{"warmup_steps": 2, "windows": 2, "steps_per_window": 3, **fields})
+    measured = bench.measure(
+        system, forever(), spec, lambda event, **more: events.append({"event": event, **more}), Stopwatch(system.clock)
+    )
+    return measured, events
+
+
+def test_windows_lie_between_drains() -> None:
+    system = Recorder()
+    measured, _ = run(system)
+    window = ["clock", "step", "step", "step", "drain", "clock"]
+    assert system.calls == ["step", "step", "drain", *window, *window]
+    assert measured.step_s == [3.5 / 3] * 2
+    assert measured.tokens_per_s == 36 / 7  # 6 label tokens a step: the ignored ones are not counted
+    assert measured.losses == [float(number) for number in range(8)]
+
+
+def test_a_nan_is_reported_and_raised() -> None:
+    events: list[dict] = []
+    system = Recorder(nan_at=3)
+    with pytest.raises(NonFiniteLossError, match="step 3"):
+        bench.measure(system, forever(), Measure(warmup_steps=2), lambda event, **more: events.append({"event": event, **more}))
+    assert math.isnan(events[-1]["losses"][1])
+
+
+def test_sampler_sees_a_known_allocation() -> None:
+    code = "import time; block = bytearray(b'x' * (256 << 20)); print('ready', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        sampler = Sampler(child.pid, NoDevice())
+        seen = sampler.poll()
+        child.kill()
+    assert seen is not None
+    assert seen["device_bytes"] is None
+    assert 256 << 20 <= (sampler.peak_host_bytes or 0) < (256 << 20) + (64 << 20)
+    assert sampler.peak_host["pss_anon_bytes"] >= 256 << 20
+    assert host_bytes() > 256 << 20
+
+
+def append(path: Path, writer: int) -> None:
+    for number in range(50):
+        JsonlSink(path).row(Row(**ROW, cell=f"{writer}-{number}", losses=[1.0] * 500))
+
+
+def test_two_writers_lose_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    writers = [multiprocessing.get_context("fork").Process(target=append, args=(path, number)) for number in range(2)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert len({row.cell for row in read_rows(path)}) == 100
+
+
+def test_a_torn_line_is_cut_off_before_the_next_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    JsonlSink(path).row(Row(**ROW, cell="a"))
+    with path.open("a") as file:
+        file.write('{"schema_version": 1, "cel')
+    JsonlSink(path).row(Row(**ROW, cell="b"))
+    assert [row.cell for row in read_rows(path)] == ["a", "b"]
+
+
+def test_rows_round_trip_with_nan(tmp_path: Path) -> None:
+    row = Row(**ROW, cell="a", losses=[1.5, math.nan, math.inf], step_s=[0.1], plan={"host": {"weights": 7}, "device": {}})
+    JsonlSink(tmp_path / "rows.jsonl").row(row)
+    (back,) = read_rows(tmp_path / "rows.jsonl")
+    assert math.isnan(back.losses[1])
+    assert [back.losses[0], back.losses[2]] == [1.5, math.inf]
+    assert json.loads(back.to_json()) == json.loads(row.to_json())
+
+
+def test_mirror_history_is_the_row() -> None:
+    config = {"measure": {"warmup_steps": 1, "steps_per_window": 2}}
+    steps = list(mirror.history(Row(**ROW, cell="a", losses=[3.0, 2.0, 1.0], step_s=[0.5], config=config)))
+    assert steps == [(0, {"loss": 3.0}), (1, {"loss": 2.0}), (2, {"loss": 1.0, "step_s": 0.5, "tokens_per_s": 32.0})]
+
+
+def test_agreement_is_with_the_reference_of_the_same_config() -> None:
+    def row(system: str, loss: float, seed: int = 0) -> Row:
+        config = {
+            "system": {"name": system, "dtype": "bfloat16"},
+            "seed": seed,
+            "measure": {"windows": 1},
+            "machine": {"device": "cpu"},
+        }
+        return Row(**{**ROW, "system": system}, cell=f"{system}{loss}{seed}", losses=[loss], config=config)
+
+    rows = [row("in_memory", 1.0)]
+    assert study.compared(row("zero3", 1.001), rows).agrees is True
+    assert study.compared(row("zero3", 1.003), rows).agrees is False
+    assert study.compared(row("zero3", 1.0, seed=1), rows).agrees is None
+    assert study.compared(row("in_memory", 1.0), []).agrees is True
+
+
+def isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, timeout_s: float = 20.0) -> Outcome:
+    (tmp_path / "fake_cell.py").write_text(f"import os, sys, time, signal\nfd = int(sys.argv[2])\n{body}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return run_isolated("fake_cell", {}, log=tmp_path / "log", timeout_s=timeout_s, device=NoDevice(), on_event=lambda event: None)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "reason"),
+    [
+        ('os.write(fd, b\'{"event": "done"}\\n\')', "ok", ""),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "oom_host", "SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "error", "SIGSEGV"),
+        ("print('last words'); sys.exit(3)", "error", "exit 3: last words"),
+        ("raise RuntimeError('boom')", "error", "RuntimeError: boom"),
+    ],
+)
+def test_every_end_has_a_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, status: str, reason: str) -> None:
+    outcome = isolated(tmp_path, monkeypatch, body)
+    assert outcome.status == status
+    assert reason in outcome.reason
+
+
+def test_a_hanging_cell_and_its_children_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "import subprocess\nchild = subprocess.Popen(['sleep', '600'])\nopen('%s', 'w').write(str(child.pid))\ntime.sleep(600)"
+    outcome = isolated(tmp_path, monkeypatch, body % (tmp_path / "pid"), timeout_s=3.0)
+    assert outcome.status == "timeout"
+    time.sleep(0.2)
+    status = Path(f"/proc/{(tmp_path / 'pid').read_text()}/status")
+    assert not status.exists() or "Z (zombie)" in status.read_text()
+
+
+def test_verdicts() -> None:
+    assert verdict(torch.OutOfMemoryError("CUDA out of memory. Tried"))[0] == "oom_device"
+    assert verdict(MemoryError())[0] == "oom_host"
+    assert verdict(NonFiniteLossError("nan"))[0] == "nonfinite"
+    assert verdict(KeyError("a\nb")) == ("error", "KeyError: 'a\\nb'")

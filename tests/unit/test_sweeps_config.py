@@ -1,0 +1,94 @@
+"""Every YAML composes; a cell's hash covers what changes a measurement and nothing else."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+
+from sweeps import auto
+from sweeps.config import Cell, cell_from, comparison_key
+
+GROUPS = {folder.name: sorted(item.stem for item in folder.glob("*.yaml")) for folder in auto.CONF.iterdir() if folder.is_dir()}
+CHOICES = [(group, name) for group, names in GROUPS.items() for name in names if group != "experiment"]
+PUBLISHED = {"tiny": 5.62e6, "qwen2.5-0.5b": 0.494e9, "qwen2.5-1.5b": 1.544e9, "qwen2.5-3b": 3.086e9, "qwen2.5-7b": 7.616e9}
+PUBLISHED |= {"qwen2.5-14b": 14.77e9, "qwen2.5-32b": 32.76e9}
+
+
+def composed(*overrides: str) -> Cell:
+    auto.register()
+    with initialize_config_dir(str(auto.CONF), version_base="1.3"):
+        return cell_from(auto.resolve(compose("config", list(overrides))))
+
+
+@pytest.mark.parametrize(("group", "name"), CHOICES)
+def test_every_option_composes(group: str, name: str) -> None:
+    cell = composed(f"{group}={name}")
+    assert len(cell.hash) == 12
+
+
+@pytest.mark.parametrize("name", GROUPS["experiment"])
+@pytest.mark.parametrize("system", GROUPS["system"])
+def test_every_experiment_composes(name: str, system: str) -> None:
+    cell = composed(f"+experiment={name}", f"system={system}")
+    assert (cell.experiment, cell.system) == (name, system)
+    assert cell.model.name != "auto"
+
+
+@pytest.mark.parametrize("path", sorted(auto.CONF.rglob("*.yaml")), ids=lambda path: path.stem)
+def test_every_field_has_a_doc_line(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    keys = [
+        number for number, line in enumerate(lines) if ": " in line and not line.lstrip().startswith(("#", "-")) and line[0] != " "
+    ]
+    assert yaml.safe_load("\n".join(lines)) is not None
+    if "_global_" not in lines[0]:
+        assert all(lines[number - 1].lstrip().startswith("#") for number in keys), path
+
+
+@pytest.mark.parametrize(("model", "published"), PUBLISHED.items())
+def test_model_sizes_are_the_published_ones(model: str, published: float) -> None:
+    from baselines.model import count_params
+
+    assert count_params(composed(f"model={model}").model).total == pytest.approx(published, rel=2e-3)
+
+
+@pytest.mark.parametrize("same", ["logging=none", "output_dir=x", "measure.timeout_s=1.5", "machine.host_bytes=9"])
+def test_hash_ignores(same: str) -> None:
+    assert composed(same).hash == composed().hash
+
+
+@pytest.mark.parametrize(
+    "other", ["system.depth=3", "seed=1", "shape.seq_len=32", "recipe.lr=1", "measure.windows=2", "model.config.rms_norm_eps=1"]
+)
+def test_hash_covers(other: str) -> None:
+    assert composed(other).hash != composed().hash
+
+
+def test_comparison_key_spans_systems_of_one_dtype() -> None:
+    keys = {comparison_key(composed(f"system={name}").config) for name in GROUPS["system"]}
+    assert len(keys) == 1
+    assert comparison_key(composed("system.dtype=float32").config) not in keys
+    assert comparison_key(composed("seed=1").config) not in keys
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("shape.num_micro_batches=3", "shape.num_micro_batches: got 3, allowed a divisor"),
+        ("shape.seq_len=4096", "shape.seq_len: got 4096, allowed 1 to 2048"),
+        ("system.dtype=float16", "system.dtype: got 'float16', allowed bfloat16, float32"),
+        ("measure.windows=0", "measure.windows: got 0, allowed >= 1"),
+        ("shape.batch_size=x", "shape.batch_size: got 'x', allowed a value of type int"),
+        ("recipe.clip_norm=-1", "recipe.clip_norm: got -1.0, allowed >= 0"),
+        ("logging.wandb=sometimes", "logging.wandb: got 'sometimes', allowed offline, online, disabled"),
+        ("+shape.foo=1", "shape.foo: got 1, allowed fields batch_size"),
+        ("+experimnt=quickstart", "experimnt: got 'quickstart', allowed"),
+        ("model.config.vocab_size=100", "model.config.vocab_size: got 100, allowed >= 256"),
+    ],
+)
+def test_invalid_values_name_their_path(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match="; ") as error:
+        composed(override)
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
