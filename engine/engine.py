@@ -27,7 +27,7 @@ from engine.schedule import LANES, Pipeline
 from engine.streams import CudaLanes, Lanes, TwinLanes
 
 HOST_OVERHEAD = 2 * 10**9
-"""Bytes of host memory that a process with torch, transformers and a CUDA context holds before any model."""
+"""Bytes of host memory that a process with torch and a CUDA context holds before any model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ class MegaTrain:
 
     def plan(self) -> Plan:
         """Closed-form bytes by kind; allocates nothing."""
-        host = self._host.host_bytes() | {"other": HOST_OVERHEAD}
+        host = self._host.host_bytes() | ({"other": HOST_OVERHEAD} if self.device.type == "cuda" else {})
         device = device_bytes(self.pipeline, self._layouts, self._model_config, self.dtype, self.shape, self.config.loss_chunk)
         return Plan(device=device, host=host)
 

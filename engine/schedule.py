@@ -4,12 +4,11 @@ Pure Python: (layers, depth, streams, checkpoint interval, slabs, clipping) -> o
 waits between lanes. Invariant: waits are derived from what each operation reads and writes, none is missing
 and none is redundant (tests prove both by an independent happens-before check).
 
-    python -m engine.schedule 4 2 3 1     # layers, depth, streams, checkpoint interval: print the step
+    python -m engine 4 2 3 1     # layers, depth, streams, checkpoint interval: print the step
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -296,15 +295,3 @@ class _Tracker:
         for r in op.reads - op.writes:
             self.readers.setdefault(r, []).append(index)
         return waits
-
-
-def main() -> None:
-    """Print the schedule for the four numbers on the command line."""
-    layers, depth, streams, interval = (int(a) for a in sys.argv[1:5])
-    pipeline = Pipeline(num_layers=layers, depth=depth, streams=streams, checkpoint_interval=interval)
-    for index, op in enumerate(build(pipeline)):
-        print(f"{index:4} {op}")
-
-
-if __name__ == "__main__":
-    main()

@@ -74,8 +74,11 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """Commit of the checkout, with `-dirty` where tracked files differ from it; None outside git."""
-    commit = _git("rev-parse", "HEAD")
+    """Commit of the checkout, with `-dirty` where tracked files differ from it.
+
+    Where the tree was copied without its history, MEGATRAIN_GIT_COMMIT says which it is; else None.
+    """
+    commit = _git("rev-parse", "HEAD") or os.environ.get("MEGATRAIN_GIT_COMMIT")
     if not commit:
         return None
     return commit + ("-dirty" if _git("status", "--porcelain", "--untracked-files=no") else "")

@@ -1,6 +1,7 @@
 """The Hydra entry: composes cells, has each measured, reports. Launchers, sweepers and --multirun work unchanged.
 
-Invariant: every cell of a sweep is composed and validated before the first one runs; what a user can get wrong ends
+Invariant: every cell of a sweep is composed and checked before the first one runs (a system checks its own options
+when its cell starts); what a user can get wrong ends
 in one line on stderr and exit code 2 (HYDRA_FULL_ERROR=1 shows the traceback).
 
     python -m sweeps.run +experiment=quickstart                     # what `make bench` runs

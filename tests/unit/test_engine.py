@@ -240,7 +240,7 @@ def test_host_plan_is_what_is_allocated_and_split_master_holds_12_bytes(models):
         "gradients": sum(s.nbytes for s in store.slabs.values()),
     }
     planned = dict(engine.plan().host)
-    planned.pop("other")
+    assert "other" not in planned  # on the CPU; with CUDA, what its context holds
     assert allocated == planned
     elements = sum(layout.numel for layout in engine._layouts)
     assert allocated["weights"] + allocated["master"] + allocated["moments"] == 12 * elements
