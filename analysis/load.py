@@ -14,7 +14,7 @@ import pandas as pd
 
 from analysis import stats
 from analysis.style import name_of
-from sweeps.result import Row, read_rows
+from sweeps.result import Row, compared, read_rows
 
 GROUP = ["experiment", "model", "batch_size", "seq_len", "machine_name"]
 """What must be equal for two rows to be compared: a ratio never spans two machines."""
@@ -119,7 +119,9 @@ def _files(path: Path) -> Iterator[Path]:
 
 def _read(path: Path) -> list[Row]:
     try:
-        return read_rows(path)
+        rows = read_rows(path)
+        # A row whose reference was measured after it (a resumed study) is compared now; what a row states itself stands.
+        return [compared(row, rows) if row.agrees is None and row.config else row for row in rows]
     except (TypeError, AttributeError, AssertionError, UnicodeDecodeError, OSError) as error:
         detail = " ".join(str(error).split())
         raise ValueError(f"{path}: not rows of this bench ({detail}); name a JSONL file that sweeps.run wrote") from None
@@ -142,8 +144,7 @@ def _record(row: Row, source: str) -> dict[str, Any]:
         "step_s_median": stats.median(row.step_s).value if row.step_s else None,
         "final_loss": row.losses[-1] if row.losses else None,
         "host_bytes_per_param": host / params if host is not None and params else None,
-        "plan_device_bytes": _total(row.plan.get("device")),
-        "plan_host_bytes": _total(row.plan.get("host")),
+        **_planned(row, on_gpu=bool(gpu)),
         "machine_name": machine_name(row.machine),
         "gpu": str(gpu) if gpu else None,
         "torch_version": row.versions.get("torch"),
@@ -165,6 +166,14 @@ def machine_name(machine: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
+def _planned(row: Row, on_gpu: bool) -> dict[str, int | None]:
+    """What was planned for the device and the host; without a GPU the host holds both shares."""
+    device, host = _total(row.plan.get("device")), _total(row.plan.get("host"))
+    if on_gpu or (device is None and host is None):
+        return {"plan_device_bytes": device, "plan_host_bytes": host}
+    return {"plan_device_bytes": None, "plan_host_bytes": (device or 0) + (host or 0)}
+
+
 def _total(kinds: dict[str, int] | None) -> int | None:
     return sum(kinds.values()) if kinds else None
 
@@ -179,12 +188,14 @@ def _labels(frame: pd.DataFrame) -> list[str]:
     for family in families.values():
         if len(family) == 1:
             continue
-        differing = _differing([configs[position] for position in family])
+        named = len({str(presets[position]) for position in family}) > 1
         for position in family:
-            told = [f"{key.rpartition('.')[2]}={configs[position].get(key)}" for key in differing]
-            by_preset = not told and not pd.isna(presets[position])
-            extra = str(presets[position]) if by_preset else ", ".join(told)
-            labels[position] += f" {extra}" if extra else ""
+            # A preset stands for its settings: beside it, only what differs within it is told.
+            peers = [other for other in family if not named or str(presets[other]) == str(presets[position])]
+            told = [str(presets[position])] if named and not pd.isna(presets[position]) else []
+            for key in _differing([configs[other] for other in peers]):
+                told.append(f"{key.rpartition('.')[2]}={configs[position].get(key)}")
+            labels[position] += f" {', '.join(told)}" if told else ""
     return labels
 
 

@@ -36,7 +36,7 @@ def header(frame: pd.DataFrame) -> list[str]:
     ]
     dates = sorted({str(date)[:10] for date in frame["started_at"].dropna() if date})
     span = dates[:1] if len(dates) < 2 else [f"{dates[0]} to {dates[-1]}"]
-    commits = sorted({str(commit)[:9] for commit in frame["git_commit"].dropna()})
+    commits = sorted({_short(str(commit)) for commit in frame["git_commit"].dropna()})
     told = [*versions, *span, *([f"commit {' / '.join(commits)}"] if commits else [])]
     first = frame.iloc[0]
     return [f"{first['experiment']}: {quickstart.heading(frame)}", str(first["machine_name"]), ", ".join(told)]
@@ -86,6 +86,12 @@ def write(frame: pd.DataFrame, folder: Path, name: str) -> list[Path]:
     page = folder / f"{name}.md"
     page.write_text("\n".join(texts), encoding="utf-8")
     return [*written, page]
+
+
+def _short(commit: str) -> str:
+    """Nine digits, and `-dirty` where the tree was not what the commit says."""
+    digits, dash, dirty = commit.partition("-")
+    return digits[:9] + dash + dirty
 
 
 def _slug(frame: pd.DataFrame) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from baselines.system import Unsupported
+from engine import cache_directory
 
 MIN_VERSION = (0, 19, 8)
 """First release whose ZeRO-3 gradient copies to the host do not block (DeepSpeed PR 8207)."""
@@ -48,8 +49,7 @@ def _ninja_directory() -> str | None:
 
 def import_deepspeed(device: torch.device) -> Any:
     """Import DeepSpeed quietly, for `device`, with a fixed cache for the operators that it builds."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatrain-bench" / "torch_extensions"
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache))
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache_directory() / "torch_extensions"))
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     ninja = _ninja_directory()

@@ -11,11 +11,15 @@ from baselines.model import build_skeleton
 from baselines.system import SystemSpec
 from engine import EngineConfig, MegaTrain
 
+LABEL = "preset"
+"""The option that only names the others, for rows and figures."""
+
 
 def build(spec: SystemSpec) -> MegaTrain:
     """The engine for `spec`; ValueError for an option it does not have. Allocates nothing that grows with the model."""
     allowed = [field.name for field in dataclasses.fields(EngineConfig)]
-    for key, value in spec.options.items():
+    options = {key: value for key, value in spec.options.items() if key != LABEL}
+    for key, value in options.items():
         if key not in allowed:
             raise ValueError(f"system.{key}: got {value!r}, allowed {', '.join(allowed)}; remove it or choose one of these")
     return MegaTrain(
@@ -26,5 +30,5 @@ def build(spec: SystemSpec) -> MegaTrain:
         num_micro_batches=spec.shape.num_micro_batches,
         dtype=spec.dtype,
         device=spec.device,
-        config=EngineConfig(**spec.options),
+        config=EngineConfig(**options),
     )

@@ -40,8 +40,8 @@ def save(store: HostStore, directory: Path, step: int) -> None:
     try:
         for block, state in enumerate(store.states):
             tensors = {name: getattr(state, name) for name in ("weight", "extra", "exp_avg", "exp_avg_sq")}
-            # clone: a view would be saved with the whole arena behind it
-            torch.save({n: t.clone() for n, t in tensors.items() if t is not None}, scratch / f"block-{block:04}.pt")
+            # copy: a view would be saved with the whole arena behind it
+            torch.save({n: t.to("cpu", copy=True) for n, t in tensors.items() if t is not None}, scratch / f"block-{block:04}.pt")
         (scratch / "state.json").write_text(json.dumps(describe(store) | {"step": step}))
         os.rename(scratch, directory)
     finally:

@@ -88,7 +88,7 @@ class Decoder:
                 continue
             owner, _, leaf = name.rpartition(".")
             if id(parameter) not in parameters:
-                parameters[id(parameter)] = nn.Parameter(outer[name])
+                parameters[id(parameter)] = nn.Parameter(outer[name].detach())
             self.model.get_submodule(owner)._parameters[leaf] = parameters[id(parameter)]
 
     def outer_parameters(self) -> dict[str, nn.Parameter]:

@@ -7,15 +7,16 @@ no pinned memory and waits for nothing that the schedule does not name.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from engine import checkpoint
+from engine import checkpoint, placement
 from engine.decoder import Decoder
 from engine.executor import Executor
 from engine.host import MASTERS, HostSpec, HostStore
@@ -42,6 +43,12 @@ class EngineConfig:
     """Keep every K-th layer's input; 1 recomputes each layer once, more saves memory for one extra forward."""
     gradient_slabs: int = 0
     """Pinned host gradient slabs that the layers share; 0 gives every layer its own."""
+    device_optimizer: int = 0
+    """First blocks (embedding, then layers) whose weights and optimizer state stay on the device; -1: `placement` chooses."""
+    keep_activations: int = 0
+    """Last layers whose activations stay on the device instead of being recomputed; -1: `placement` chooses."""
+    compile: bool = False
+    """Compile each layer configuration, and the loss, once with torch.compile."""
     loss_chunk: int = 4096
     """Tokens whose logits are alive at a time."""
     master: str = "split"
@@ -52,8 +59,9 @@ class EngineConfig:
     """Fill freed slots with NaN, to find reads after a slot was given up."""
 
     def __post_init__(self) -> None:
-        for name, least in (("depth", 1), ("checkpoint_interval", 1), ("gradient_slabs", 0), ("loss_chunk", 1), ("num_threads", 0)):
-            value = getattr(self, name)
+        at_least_one, or_auto = ("depth", "checkpoint_interval", "loss_chunk"), ("device_optimizer", "keep_activations")
+        for name in (*at_least_one, *or_auto, "gradient_slabs", "num_threads"):
+            value, least = getattr(self, name), int(name in at_least_one) - int(name in or_auto)
             if type(value) is not int or value < least:
                 raise ValueError(f"system.{name}: got {value!r}, allowed an integer >= {least}; set system.{name}={max(least, 1)}")
         if self.streams not in LANES:
@@ -95,30 +103,82 @@ class MegaTrain:
             streams=self.config.streams,
             checkpoint_interval=self.config.checkpoint_interval,
             gradient_slabs=self.config.gradient_slabs,
+            device_blocks=self.config.device_optimizer,
+            kept_layers=self.config.keep_activations,
             clip=recipe.clip_norm > 0,
             poison=self.config.poison,
         )
+        self._check_placement()
         self._layouts = [pack(block.items()) for block in self._decoder.blocks]
-        self._host = self._host_spec()
+        self.pipeline = self._placed()
+        self._host = self._host_spec(self.pipeline)
         self._lanes = lanes
         self._store: HostStore | None = None
         self._executor: Executor | None = None
         self._next_step = 0
 
-    def _host_spec(self) -> HostSpec:
-        p, sizes = self.pipeline, [layout.numel for layout in self._layouts]
-        slabs, kept = dict(enumerate(sizes)), range(0)
-        if p.pooled:
-            slabs = dict.fromkeys(range(p.gradient_slabs), max(sizes[1:-1]))
-            slabs |= {p.gradient_slabs: sizes[0], p.gradient_slabs + p.head: sizes[-1]}
-            kept = range(1, p.head) if p.clip else range(0)
-        return HostSpec(layouts=self._layouts, dtype=self.dtype, master=self.config.master, slabs=slabs, kept=kept)
+    def _check_placement(self) -> None:
+        p = self.pipeline
+        for name, most in (("device_optimizer", p.num_blocks), ("keep_activations", p.num_layers)):
+            if getattr(self.config, name) > most:
+                raise ValueError(
+                    f"system.{name}: got {getattr(self.config, name)}, allowed 0 to {most} with {p.num_layers} layers; lower it"
+                )
+
+    def _placed(self) -> Pipeline:
+        """The pipeline with what was left to `placement` chosen; on the CPU nothing is gained by moving things."""
+        p = self.pipeline
+        if placement.AUTO not in (p.device_blocks, p.kept_layers):
+            return p
+        if self.device.type != "cuda":
+            return replace(p, device_blocks=max(0, p.device_blocks), kept_layers=max(0, p.kept_layers))
+        return placement.choose(
+            p,
+            self._layouts,
+            math.prod(self.shape),
+            placement.measure(self.device, self._num_threads),
+            budget=int(torch.cuda.mem_get_info(self.device)[1] * placement.USABLE),
+            device_bytes=lambda candidate: sum(self._device_plan(candidate).values()),
+        )
+
+    @property
+    def _num_threads(self) -> int:
+        return self.config.num_threads or max(1, (os.cpu_count() or 1) - (2 if self.device.type == "cuda" else 0))
+
+    def _host_spec(self, p: Pipeline) -> HostSpec:
+        sizes = [layout.numel for layout in self._layouts]
+        hosted = [block for block in range(p.num_blocks) if not p.on_device(block)]
+        shared = [block for block in hosted if p.pooled and p.is_layer(block)]
+        first = p.gradient_slabs if p.pooled else 0
+        slabs = dict.fromkeys(range(p.gradient_slabs), max(sizes[1:-1])) if shared else {}
+        slabs |= {first + block: sizes[block] for block in hosted if block not in shared}
+        return HostSpec(
+            layouts=self._layouts,
+            dtype=self.dtype,
+            master=self.config.master,
+            slabs=slabs,
+            kept=shared if p.clip else (),
+            on_device=p.device_blocks,
+        )
 
     def plan(self) -> Plan:
         """Closed-form bytes by kind; allocates nothing."""
         host = self._host.host_bytes() | ({"other": HOST_OVERHEAD} if self.device.type == "cuda" else {})
-        device = device_bytes(self.pipeline, self._layouts, self._model_config, self.dtype, self.shape, self.config.loss_chunk)
-        return Plan(device=device, host=host)
+        return Plan(device=self._device_plan(self.pipeline), host=host)
+
+    def _device_plan(self, pipeline: Pipeline) -> dict[str, int]:
+        device = device_bytes(
+            pipeline,
+            self._layouts,
+            self._model_config,
+            self.dtype,
+            self.shape,
+            self.config.loss_chunk,
+            compiled=self.config.compile,
+        )
+        state = self._host_spec(pipeline).device_state_bytes()
+        state.pop("weights")  # counted above
+        return device | state
 
     def dtypes(self) -> dict[str, str]:
         """Dtypes of what is kept."""
@@ -128,7 +188,7 @@ class MegaTrain:
 
     def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Allocate host and device memory and load `weights`: (name, tensor) pairs, every parameter once."""
-        self._store = HostStore(self._host, pin=self.device.type == "cuda")
+        self._store = HostStore(self._host, device=self.device)
         missing = {self._decoder.full_name(b, n) for b, block in enumerate(self._decoder.blocks) for n in block}
         for name, value in weights:
             self._store.set_parameter(*self._decoder.locate(name), value)
@@ -140,16 +200,16 @@ class MegaTrain:
         if self._lanes is None:
             names = list(dict.fromkeys(LANES[self.config.streams].values()))
             self._lanes = CudaLanes(self.device, names) if self.device.type == "cuda" else TwinLanes()
-        threads = self.config.num_threads or max(1, (os.cpu_count() or 1) - (2 if self.device.type == "cuda" else 0))
         self._executor = Executor(
             self.pipeline,
             self._decoder,
             self._store,
-            AdamW(self.recipe, num_threads=threads),
+            AdamW(self.recipe, num_threads=self._num_threads),
             self._lanes,
             device=self.device,
             loss_chunk=self.config.loss_chunk,
             micro_batch=self.shape,
+            compiled=self.config.compile,
         )
 
     def _ready(self) -> tuple[HostStore, Executor, Lanes]:

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
 from engine.decoder import Decoder, Recording
-from engine.head import loss_and_gradients, num_chunks
+from engine.head import loss_and_gradients, num_chunks, summed_cross_entropy
 from engine.host import HostStore
 from engine.layout import Layout
 from engine.optimizer import AdamW, clip_scale
 from engine.recipe import Batch, NonFiniteLossError
 from engine.schedule import Op, Pipeline, build
-from engine.slots import Gradients, Slots
+from engine.slots import Gradients, Slots, leaves
 from engine.streams import Lanes, Ticket
 
 
@@ -37,6 +38,8 @@ class _Step:
     hidden: list[torch.Tensor] = field(default_factory=list)
     saved: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     """Layer (counted from 1) -> its input, one a micro-batch."""
+    graphs: dict[int, list[Any]] = field(default_factory=dict)
+    """Layer whose activations are kept -> (input, output) with the graph between them, one a micro-batch."""
     grads: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -54,10 +57,14 @@ class Executor:
         device: torch.device,
         loss_chunk: int,
         micro_batch: tuple[int, int, int],
+        compiled: bool = False,
     ) -> None:
-        """micro_batch: (number of them, rows, seq_len)."""
+        """micro_batch: (number of them, rows, seq_len). compiled: run layers and loss through torch.compile."""
         self.pipeline, self.decoder, self.store, self.optimizer, self.lanes = pipeline, decoder, store, optimizer, lanes
         self.device, self.loss_chunk = device, loss_chunk
+        self._summed = torch.compile(summed_cross_entropy, dynamic=False) if compiled else summed_cross_entropy
+        for template in set(decoder.templates) if compiled else ():
+            template.compile()
         self.ops = build(pipeline)
         self.counters = dict.fromkeys(("h2d_bytes", "d2h_bytes", "recompute_flops", "optimizer_s"), 0.0)
         self._labels = [f"{op.kind} {op.phase} {op.block}" for op in self.ops]
@@ -65,26 +72,28 @@ class Executor:
         self._allocate(store.spec.dtype, *micro_batch)
 
     def _allocate(self, dtype: torch.dtype, num_micro_batches: int, rows: int, seq_len: int) -> None:
-        layouts, head = self.store.spec.layouts, self.pipeline.head
-        self._slots = Slots(self.pipeline.depth, layouts[1:head], dtype, self.device)
-        self._outer = {b: self._zeros(layouts[b].numel, dtype) for b in (0, head)}
-        outer: dict[str, torch.Tensor] = {}
-        for block, flat in self._outer.items():
-            outer |= layouts[block].views(flat)
-        self.decoder.bind(self.device, outer)
+        p, layouts = self.pipeline, self.store.spec.layouts
+        owners = [block for block in range(p.num_blocks) if p.owns_weights(block)]
+        states = self.store.states
+        self._homes = {b: states[b].weight if p.on_device(b) else self._zeros(layouts[b].numel, dtype) for b in owners}
+        self._own_weights = {b: leaves(layouts[b], home) for b, home in self._homes.items()}
+        self._slots = Slots(p.depth, [layouts[b] for b in range(p.num_blocks) if b not in owners], dtype, self.device)
+        self.decoder.bind(self.device, {name: view for b in (0, p.head) for name, view in self._own_weights[b].items()})
         self._outer_parameters = self.decoder.outer_parameters()
         self._num_embed = len(layouts[0].fields)
 
         contributions = num_chunks(rows, seq_len, self.loss_chunk) * num_micro_batches
-        layer_numel = max(layout.numel for layout in layouts[1:head])
-        self._slabs = [self._zeros(layer_numel, dtype) for _ in range(self.pipeline.depth)]
-        self._outer_slabs = {b: self._zeros(layouts[b].numel, dtype) for b in (0, head)}
-        self._layer_wide = self._wide(layer_numel, dtype, num_micro_batches)
+        layers = range(1, p.head)
+        ring_numel = max((layouts[b].numel for b in layers if not p.owns_gradients(b)), default=0)
+        self._slabs = [self._zeros(ring_numel, dtype) for _ in range(p.depth)]
+        self._own_slabs = {b: self._zeros(layouts[b].numel, dtype) for b in range(p.num_blocks) if p.owns_gradients(b)}
+        self._layer_wide = self._wide(max(layouts[b].numel for b in layers), dtype, num_micro_batches)
         self._outer_gradients = {
-            b: Gradients(layouts[b], self._outer_slabs[b], self._wide(layouts[b].numel, dtype, contributions)) for b in (0, head)
+            b: Gradients(layouts[b], self._own_slabs[b], self._wide(layouts[b].numel, dtype, contributions)) for b in (0, p.head)
         }
-        self._norms = torch.zeros(self.pipeline.num_blocks, device=self.device)
-        self._verdict = torch.zeros(2, pin_memory=self.device.type == "cuda")  # loss and gradient norm, for the CPU lane
+        self._norms = torch.zeros(p.num_blocks, device=self.device)
+        self._scale = torch.ones((), device=self.device)  # of the gradients, for updates on the device; NaN forbids them
+        self._verdict = torch.zeros(3, pin_memory=self.device.type == "cuda")  # loss, gradient norm, scale: for the CPU lane
 
     def _zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, device=self.device)
@@ -109,7 +118,7 @@ class Executor:
 
     def _load(self, op: Op, _: _Step) -> None:
         source = self.store.states[op.block].weight
-        target = self._outer[op.block] if op.slot < 0 else self._slots.buffers[op.slot]
+        target = self._homes[op.block] if op.slot < 0 else self._slots.buffers[op.slot]
         target[: source.numel()].copy_(source, non_blocking=True)
         self.counters["h2d_bytes"] += source.nbytes
 
@@ -123,7 +132,7 @@ class Executor:
             self._slots.poison(op.slot)
 
     def _slab(self, op: Op) -> torch.Tensor:
-        flat = self._outer_slabs[op.block] if op.slab < 0 else self._slabs[op.slab]
+        flat = self._own_slabs[op.block] if op.slab < 0 else self._slabs[op.slab]
         return flat[: self._layout(op).numel]
 
     def _layout(self, op: Op) -> Layout:
@@ -153,13 +162,24 @@ class Executor:
         s.hidden = self._layer(op, s, s.hidden)
 
     @torch.no_grad()
+    def _forward_kept(self, op: Op, s: _Step) -> None:
+        weights, layer = self._weights(op), op.block - 1
+        template = self.decoder.templates[layer]
+        graphs = [template.forward_kept(weights, x, r.calls[layer], layer) for x, r in zip(s.hidden, s.recordings, strict=True)]
+        s.graphs[op.block] = graphs
+        s.hidden = [output.detach() for _, output in graphs]
+
+    @torch.no_grad()
     def _recompute(self, op: Op, s: _Step) -> None:
         s.saved[op.block + 1] = self._layer(op, s, s.saved[op.block])
         tokens = s.batch.tokens.numel()
         self.counters["recompute_flops"] += 2 * self._layout(op).num_params * tokens
 
+    def _weights(self, op: Op) -> Mapping[str, torch.Tensor]:
+        return self._own_weights[op.block] if op.slot < 0 else self._slots.weights(op.slot, self._layout(op))
+
     def _layer(self, op: Op, s: _Step, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        weights, layer = self._slots.weights(op.slot, self._layout(op)), op.block - 1
+        weights, layer = self._weights(op), op.block - 1
         template = self.decoder.templates[layer]
         return [template.forward(weights, x, r.calls[layer], layer) for x, r in zip(inputs, s.recordings, strict=True)]
 
@@ -175,23 +195,36 @@ class Executor:
                 chunk=self.loss_chunk,
                 parameters=parameters,
                 add=self._add_outer,
+                summed=self._summed,
             )
             s.loss.add_(loss)
             s.grads.append(grad)
         s.hidden.clear()
         self._finish(op, self._outer_gradients[op.block])
         if not self.pipeline.clip:
-            self._verdict[0].copy_(s.loss, non_blocking=True)
+            self._decide(s, norm=torch.zeros_like(s.loss), scale=torch.ones_like(s.loss))
 
     def _add_outer(self, grads: Sequence[torch.Tensor | None]) -> None:
         self._outer_gradients[0].add(grads[: self._num_embed])
         self._outer_gradients[self.pipeline.head].add(grads[self._num_embed :])
 
     @torch.no_grad()
+    def _backward_kept(self, op: Op, s: _Step) -> None:
+        weights, template = self._weights(op), self.decoder.templates[op.block - 1]
+        gradients, graphs = Gradients(self._layout(op), self._slab(op), self._layer_wide), s.graphs.pop(op.block)
+        for m in range(len(s.recordings)):
+            hidden, output = graphs[m]
+            s.grads[m], grads = template.differentiate(weights, hidden, output, s.grads[m])
+            gradients.add(grads)
+            del hidden, output
+            graphs[m] = ()
+        self._finish(op, gradients)
+
+    @torch.no_grad()
     def _backward(self, op: Op, s: _Step) -> None:
         layout, layer = self._layout(op), op.block - 1
-        weights, template = self._slots.weights(op.slot, layout), self.decoder.templates[layer]
-        gradients = Gradients(layout, self._slabs[op.slab], self._layer_wide)
+        weights, template = self._weights(op), self.decoder.templates[layer]
+        gradients = Gradients(layout, self._slab(op), self._layer_wide)
         inputs = s.saved.pop(op.block)
         for m, recording in enumerate(s.recordings):
             s.grads[m], grads = template.backward(weights, inputs[m], recording.calls[layer], layer, s.grads[m])
@@ -223,7 +256,19 @@ class Executor:
     @torch.no_grad()
     def _clip(self, _: Op, s: _Step) -> None:
         norm = torch.linalg.vector_norm(self._norms)
-        self._verdict.copy_(torch.stack((s.loss, norm)), non_blocking=True)
+        self._decide(s, norm=norm, scale=clip_scale(norm, self.optimizer.recipe.clip_norm))
+
+    def _decide(self, s: _Step, *, norm: torch.Tensor, scale: torch.Tensor) -> None:
+        """One verdict for updates on both sides: the gradients' scale, not finite where the loss or the norm is not."""
+        scale = scale + 0.0 * s.loss
+        self._verdict.copy_(torch.stack((s.loss, norm, scale)), non_blocking=True)
+        if self.pipeline.device_blocks:
+            self._scale.copy_(scale)
+            self._hyper = self._to_device(self.optimizer.hyper_tensor(s.index))
+
+    @torch.no_grad()
+    def _device_step(self, op: Op, _: _Step) -> None:
+        self.optimizer.device_step(self.store.states[op.block], self._slab(op), hyper=self._hyper, scale=self._scale)
 
     # CPU lane.
 
@@ -231,13 +276,14 @@ class Executor:
         home = self.store.kept[op.block]
         home.copy_(self.store.slabs[op.host_slab][: home.numel()])
 
-    def _step(self, op: Op, s: _Step) -> None:
-        loss, norm = self._verdict.tolist()
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+    def _check(self, _: Op, s: _Step) -> None:
+        loss, norm, scale = self._verdict.tolist()
+        if not math.isfinite(scale):
             raise NonFiniteLossError(f"step {s.index}: loss {loss}, gradient norm {norm}; no optimizer step was taken")
+
+    def _step(self, op: Op, s: _Step) -> None:
         state = self.store.states[op.block]
         gradient = self.store.kept[op.block] if op.host_slab < 0 else self.store.slabs[op.host_slab][: state.weight.numel()]
         started = time.perf_counter()
-        scale = clip_scale(norm, self.optimizer.recipe.clip_norm)
-        self.optimizer.step(state, gradient, step=s.index, scale=scale)
+        self.optimizer.step(state, gradient, step=s.index, scale=float(self._verdict[2]))
         self.counters["optimizer_s"] += time.perf_counter() - started

@@ -27,6 +27,11 @@ def num_chunks(rows: int, seq_len: int, chunk: int) -> int:
     return sum(1 for _ in chunks(rows, seq_len, chunk))
 
 
+def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Sum of the cross-entropies in fp32, 0-dim. logits: [rows, tokens, vocabulary]; labels: int64 [rows, tokens], -100 ignored."""
+    return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
 def loss_and_gradients(
     decoder: Decoder,
     hidden: torch.Tensor,
@@ -36,21 +41,20 @@ def loss_and_gradients(
     chunk: int,
     parameters: Sequence[torch.Tensor],
     add: Callable[[Sequence[torch.Tensor | None]], None],
+    summed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = summed_cross_entropy,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(loss, gradient of `hidden`) of one micro-batch.
 
     hidden: [rows, seq_len, hidden]; labels: int64 [rows, seq_len], -100 ignored. The loss is the sum of the
-    tokens' cross-entropies over `num_tokens`, fp32, 0-dim. `add` is given each chunk's gradients of `parameters`.
+    tokens' cross-entropies over `num_tokens`, fp32, 0-dim. `add` is given each chunk's gradients of `parameters`;
+    `summed` is `summed_cross_entropy` or a compiled version of it.
     """
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     grad_hidden = torch.empty_like(hidden)
     for part in chunks(labels.shape[0], labels.shape[1], chunk):
         piece = hidden[part].detach().requires_grad_()
         with torch.enable_grad():
-            logits = decoder.logits(piece).float()
-            loss = F.cross_entropy(logits.flatten(0, -2), labels[part].flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
-            loss = loss / num_tokens
-        del logits
+            loss = summed(decoder.logits(piece), labels[part]) / num_tokens
         grads = torch.autograd.grad(loss, [piece, *parameters], allow_unused=True)
         assert grads[0] is not None
         grad_hidden[part] = grads[0]

@@ -1,4 +1,4 @@
-"""The host store: the only owner of parameters, optimizer state and gradients.
+"""The store: the only owner of parameters, optimizer state and gradients, on the host but for blocks placed on the device.
 
 Two arenas of exact size, allocated once: one pinned (all that a DMA touches: weights and gradient slabs), one
 pageable (all that only the CPU touches: master or remainder, moments, kept gradients). Invariant: nothing is
@@ -35,6 +35,12 @@ class HostSpec:
     """Host gradient slab -> elements."""
     kept: Sequence[int] = ()
     """Blocks whose gradients move out of their slab and wait in a home of their own."""
+    on_device: int = 0
+    """First blocks whose weights and optimizer state live on the device instead."""
+
+    def numels(self, *, on_device: bool) -> list[int]:
+        """Elements of each block in one of the two places, 0 where the block is in the other."""
+        return [layout.numel * ((block < self.on_device) is on_device) for block, layout in enumerate(self.layouts)]
 
     @property
     def extra_dtype(self) -> torch.dtype | None:
@@ -44,29 +50,35 @@ class HostSpec:
         return torch.int16 if self.master == "split" else torch.float32
 
     def host_bytes(self) -> dict[str, int]:
-        """Bytes by kind, as they will be allocated."""
-        numel = sum(layout.numel for layout in self.layouts)
+        """Host bytes by kind, as they will be allocated."""
         slabs = sum(self.slabs.values()) + sum(self.layouts[block].numel for block in self.kept)
+        return self._state_bytes(sum(self.numels(on_device=False))) | {"gradients": slabs * self.dtype.itemsize}
+
+    def device_state_bytes(self) -> dict[str, int]:
+        """Device bytes, by kind, of the blocks that live there."""
+        return self._state_bytes(sum(self.numels(on_device=True)))
+
+    def _state_bytes(self, numel: int) -> dict[str, int]:
         return {
             "weights": numel * self.dtype.itemsize,
             "master": numel * self.extra_dtype.itemsize if self.extra_dtype else 0,
             "moments": numel * 8,
-            "gradients": slabs * self.dtype.itemsize,
         }
 
 
 class HostStore:
     """The arenas, cut up by block."""
 
-    def __init__(self, spec: HostSpec, *, pin: bool) -> None:
+    def __init__(self, spec: HostSpec, *, device: torch.device) -> None:
         self.spec = spec
-        sizes = [layout.numel for layout in spec.layouts]
+        pin = device.type == "cuda"
+        sizes = spec.numels(on_device=False)
         pinned_numel = sum(sizes) + sum(spec.slabs.values())
         self._arena = _Arena(pinned_numel * spec.dtype.itemsize, pin=pin)
         pinned = self._arena.bytes.view(spec.dtype)
         weights, rest = _cut(pinned, sizes)
         self.slabs = dict(zip(spec.slabs, _cut(rest, list(spec.slabs.values()))[0], strict=True))
-        self.kept = {block: torch.zeros(sizes[block], dtype=spec.dtype) for block in spec.kept}
+        self.kept = {block: torch.zeros(spec.layouts[block].numel, dtype=spec.dtype) for block in spec.kept}
         moments = [_cut(torch.zeros(sum(sizes)), sizes)[0] for _ in range(2)]
         extras: list[torch.Tensor] | list[None] = [None] * len(sizes)
         if spec.extra_dtype is not None:
@@ -74,6 +86,8 @@ class HostStore:
         self.states = [
             BlockState(weight=w, extra=x, exp_avg=m, exp_avg_sq=v) for w, x, m, v in zip(weights, extras, *moments, strict=True)
         ]
+        for block in range(spec.on_device):
+            self.states[block] = _device_state(spec, spec.layouts[block].numel, device)
 
     def set_parameter(self, block: int, name: str, value: torch.Tensor) -> None:
         """Store an initial or resumed parameter, of any dtype and device, as fp32 master and weight."""
@@ -85,19 +99,29 @@ class HostStore:
             if state.extra is not None:
                 state.extra[part].zero_()
             return
-        write_master(value.reshape(-1).float().cpu(), state.weight[part], None if state.extra is None else state.extra[part])
+        master = value.reshape(-1).float().to(state.weight.device)
+        write_master(master, state.weight[part], None if state.extra is None else state.extra[part])
 
     def parameters(self, block: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """(local name, fp32 copy) of a block's parameters."""
+        """(local name, fp32 copy on the host) of a block's parameters."""
         state = self.states[block]
         for f in self.spec.layouts[block].fields:
             part = slice(f.offset, f.offset + f.numel)
             extra = None if state.extra is None else state.extra[part]
-            yield f.name, read_master(state.weight[part], extra).clone().view(f.shape)
+            yield f.name, read_master(state.weight[part], extra).to("cpu", copy=True).view(f.shape)
 
     def close(self) -> None:
         """Unpin; idempotent."""
         self._arena.close()
+
+
+def _device_state(spec: HostSpec, numel: int, device: torch.device) -> BlockState:
+    return BlockState(
+        weight=torch.zeros(numel, dtype=spec.dtype, device=device),
+        extra=None if spec.extra_dtype is None else torch.zeros(numel, dtype=spec.extra_dtype, device=device),
+        exp_avg=torch.zeros(numel, device=device),
+        exp_avg_sq=torch.zeros(numel, device=device),
+    )
 
 
 def _cut(flat: torch.Tensor, sizes: Sequence[int]) -> tuple[list[torch.Tensor], torch.Tensor]:

@@ -30,12 +30,13 @@ FALLBACK_CHUNK = 1 << 18
 """Elements a fallback pass handles at a time, so that its temporaries stay in cache."""
 
 
+HYPER = ("decay", "beta1_rest", "beta2", "beta2_rest", "step_size", "root_bias2", "eps", "scale")
+
+
 class _Hyper(ctypes.Structure):
     """Mirrors struct Hyper of csrc/adamw.cpp."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_float) for name in ("decay", "beta1_rest", "beta2", "beta2_rest", "step_size", "root_bias2", "eps", "scale")
-    )
+    _fields_ = tuple((name, ctypes.c_float) for name in HYPER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +50,9 @@ class BlockState:
     exp_avg_sq: torch.Tensor
 
 
-def clip_scale(norm: float, clip_norm: float) -> float:
-    """The factor that torch.nn.utils.clip_grad_norm_ applies: min(1, clip_norm / (norm + 1e-6)); 1 where clip_norm is 0."""
-    return min(1.0, clip_norm / (norm + 1e-6)) if clip_norm > 0 else 1.0
+def clip_scale(norm: torch.Tensor, clip_norm: float) -> torch.Tensor:
+    """min(1, clip_norm / (norm + 1e-6)) in fp32, as torch.nn.utils.clip_grad_norm_; NaN for a norm that is not finite."""
+    return torch.clamp(clip_norm / (norm + 1e-6), max=1.0) + 0.0 * norm
 
 
 def cache_directory() -> Path:
@@ -102,6 +103,19 @@ class AdamW:
             ctypes.c_int64(gradient.numel()), *pointers, ctypes.byref(hyper), ctypes.c_int(self.num_threads)
         )
 
+    def device_step(self, state: BlockState, gradient: torch.Tensor, *, hyper: torch.Tensor, scale: torch.Tensor) -> None:
+        """The same update where `state` lives on a device, without a host synchronisation.
+
+        hyper: `hyper_tensor` of the step, there; scale: fp32, 0-dim, there, and NaN where no step must be taken.
+        """
+        update = _compiled_update() if gradient.device.type == "cuda" else _device_update
+        update(state.weight, state.extra, state.exp_avg, state.exp_avg_sq, gradient, hyper, scale)
+
+    def hyper_tensor(self, step: int) -> torch.Tensor:
+        """The step's constants as an fp32 host tensor, in the order of struct Hyper without its scale."""
+        hyper = self._hyper(step, 1.0)
+        return torch.tensor([getattr(hyper, name) for name in HYPER[:-1]], dtype=torch.float32)
+
     def _hyper(self, step: int, scale: float) -> _Hyper:
         r, lr = self.recipe, self.recipe.lr_at(step)
         return _Hyper(
@@ -137,6 +151,35 @@ def _torch_step(state: BlockState, gradient: torch.Tensor, h: _Hyper) -> None:
         root = v.double().sqrt().float()
         p = p - h.step_size * (m / (root * h.root_bias2 + h.eps))
         write_master(p, state.weight[part], extra)
+
+
+def _device_update(
+    weight: torch.Tensor,
+    extra: torch.Tensor | None,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    gradient: torch.Tensor,
+    hyper: torch.Tensor,
+    scale: torch.Tensor,
+) -> None:
+    decay, beta1_rest, beta2, beta2_rest, step_size, root_bias2, eps = hyper.unbind()
+    take = torch.isfinite(scale)
+    g = gradient.float() * scale
+    p = read_master(weight, extra)
+    m = exp_avg + (g - exp_avg) * beta1_rest
+    v = exp_avg_sq * beta2 + (g * g) * beta2_rest
+    root = v.sqrt() if v.is_cuda else v.double().sqrt().float()  # as in _torch_step
+    updated = p * decay - step_size * (m / (root * root_bias2 + eps))
+    write_master(torch.where(take, updated, p), weight, extra)
+    exp_avg.copy_(torch.where(take, m, exp_avg))
+    exp_avg_sq.copy_(torch.where(take, v, exp_avg_sq))
+
+
+@cache
+def _compiled_update() -> Callable[..., None]:
+    """One fused kernel for blocks of any length."""
+    compiled: Callable[..., None] = torch.compile(_device_update, dynamic=True)
+    return compiled
 
 
 def read_master(weight: torch.Tensor, extra: torch.Tensor | None) -> torch.Tensor:

@@ -35,13 +35,15 @@ class Plan:
         return sum(self.host.values())
 
 
-def layer_activation_bytes(config: Any, tokens: int, itemsize: int) -> int:
-    """Bytes that one decoder layer's graph holds, plus the largest temporaries of its backward.
+def layer_activation_bytes(config: Any, tokens: int, itemsize: int, *, backward: bool = True, compiled: bool = False) -> int:
+    """Bytes that one decoder layer's graph holds and, where `backward`, the largest temporaries of its backward.
 
     config: a transformers config. Counted for a pre-norm layer with rotary attention through a fused kernel and a
     gated MLP, run eagerly: each norm keeps an fp32 copy of its input, the normalised and the scaled values; the
     projections, rotary and attention keep queries, keys and values before and after; the MLP keeps gate, activation,
-    up and product; the backward holds three MLP-wide and two hidden-wide temporaries at once.
+    up and product; the backward holds three MLP-wide and two hidden-wide temporaries at once. `compiled`: what
+    torch.compile was seen to keep (3B and 7B shapes, within 5%): gate, up and product; queries, keys, values and the
+    attention's output; three values of the hidden width.
     """
     hidden: int = config.hidden_size
     inner: int = getattr(config, "intermediate_size", None) or 4 * hidden
@@ -49,7 +51,9 @@ def layer_activation_bytes(config: Any, tokens: int, itemsize: int) -> int:
     width: int = getattr(config, "head_dim", None) or hidden // heads
     queries, keys = heads * width, (getattr(config, "num_key_value_heads", None) or heads) * width
     kept = 2 * (4 + 2 * itemsize) * hidden + itemsize * (4 * queries + 5 * keys + 4 * inner)
-    return tokens * (kept + itemsize * (3 * inner + 2 * hidden))
+    if compiled:
+        kept = itemsize * (3 * inner + 2 * queries + 2 * keys + 3 * hidden)
+    return tokens * (kept + backward * itemsize * (3 * inner + 2 * hidden))
 
 
 def logits_bytes(vocab_size: int, tokens: int, itemsize: int) -> int:
@@ -58,22 +62,35 @@ def logits_bytes(vocab_size: int, tokens: int, itemsize: int) -> int:
 
 
 def device_bytes(
-    pipeline: Pipeline, layouts: Sequence[Layout], config: Any, dtype: torch.dtype, shape: tuple[int, int, int], loss_chunk: int
+    pipeline: Pipeline,
+    layouts: Sequence[Layout],
+    config: Any,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    loss_chunk: int,
+    *,
+    compiled: bool = False,
 ) -> dict[str, int]:
-    """Peak device bytes by kind. shape: (number of micro-batches, rows, seq_len)."""
+    """Peak device bytes by kind, without optimizer state. shape: (number of micro-batches, rows, seq_len)."""
     num_micro_batches, rows, seq_len = shape
     size, tokens = dtype.itemsize, rows * seq_len
-    layer = max(layout.numel for layout in layouts[1:-1])
+    p, layer = pipeline, max(layout.numel for layout in layouts[1:-1])
     outer = layouts[0].numel + layouts[-1].numel
+    blocks = range(p.num_blocks)
+    weights, slabs = (
+        sum(layouts[b].numel for b in blocks if owns(b)) + p.depth * layer * (not all(map(owns, blocks)))
+        for owns in (p.owns_weights, p.owns_gradients)
+    )
     chunked = num_chunks(rows, seq_len, loss_chunk) * num_micro_batches > 1
     wide = (layer * (num_micro_batches > 1) + outer * chunked) * 4 if dtype != torch.float32 else 0
-    saved = -(-pipeline.num_layers // pipeline.checkpoint_interval) + pipeline.checkpoint_interval - 1
+    saved = -(-(p.num_layers - p.kept_layers) // p.checkpoint_interval) + p.checkpoint_interval - 1
     head = logits_bytes(config.vocab_size, min(tokens, loss_chunk), size) + outer * size
     hidden = tokens * config.hidden_size * size
     return {
-        "weights": (pipeline.depth * layer + outer) * size,
-        "gradients": (pipeline.depth * layer + outer) * size + wide,
+        "weights": weights * size,
+        "gradients": slabs * size + wide,
         "checkpoints": (saved + 2) * num_micro_batches * hidden,
+        "kept": p.kept_layers * num_micro_batches * layer_activation_bytes(config, tokens, size, backward=False, compiled=compiled),
         # The head and one layer's backward never overlap in time.
-        "activations": max(layer_activation_bytes(config, tokens, size) + layer * size, head),
+        "activations": max(layer_activation_bytes(config, tokens, size, compiled=compiled) + layer * size, head),
     }

@@ -1,6 +1,6 @@
-"""One optimizer step as an ordered list of Load, Compute, Store, Keep, Clip, Free and Step operations.
+"""One optimizer step as an ordered list of Load, Compute, Store, Keep, Clip, Check, Free and Step operations.
 
-Pure Python: (layers, depth, streams, checkpoint interval, slabs, clipping) -> operations on lanes, with the
+Pure Python: (layers, depth, streams, checkpoint interval, slabs, placement, clipping) -> operations on lanes, with the
 waits between lanes. Invariant: waits are derived from what each operation reads and writes, none is missing
 and none is redundant (tests prove both by an independent happens-before check).
 
@@ -10,7 +10,9 @@ and none is redundant (tests prove both by an independent happens-before check).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+
+from engine.waits import derive
 
 COMPUTE, H2D, D2H, CPU = "compute", "h2d", "d2h", "cpu"
 LANES = {
@@ -19,6 +21,8 @@ LANES = {
     3: {COMPUTE: COMPUTE, H2D: H2D, D2H: D2H, CPU: CPU},
 }
 """Number of CUDA streams -> the lane that each kind of work runs on; the CPU worker is always its own lane."""
+GRADIENT_PHASES = ("tail", "backward", "backward_kept", "embed_backward")
+"""Computations that leave a block's gradients behind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,10 @@ class Pipeline:
     """K: every K-th layer's input is kept; the others are recomputed from it in the backward."""
     gradient_slabs: int = 0
     """Pinned host gradient slabs that the layers share; 0, or as many as layers, gives every layer its own."""
+    device_blocks: int = 0
+    """First blocks (embed is the first) whose weights and optimizer state live on the device: neither loaded nor stored."""
+    kept_layers: int = 0
+    """Last layers whose activations stay on the device: loaded once, differentiated without recomputation."""
     clip: bool = True
     """Exact global-norm clipping: no update before the whole backward is done."""
     poison: bool = False
@@ -54,17 +62,37 @@ class Pipeline:
         """True where layers share host gradient slabs; embed and head always own theirs."""
         return 0 < self.gradient_slabs < self.num_layers
 
+    def on_device(self, block: int) -> bool:
+        """True where the block's weights and optimizer state live on the device."""
+        return block < self.device_blocks
+
+    def is_layer(self, block: int) -> bool:
+        """True for decoder layers, false for embed and head."""
+        return 1 <= block <= self.num_layers
+
+    def is_kept(self, block: int) -> bool:
+        """True for a layer whose activations are kept."""
+        return self.num_layers - self.kept_layers < block <= self.num_layers
+
+    def owns_weights(self, block: int) -> bool:
+        """True where the block has device memory of its own for weights, false where it passes through the slots."""
+        return not self.is_layer(block) or self.on_device(block) or self.is_kept(block)
+
+    def owns_gradients(self, block: int) -> bool:
+        """True where the block has device memory of its own for gradients."""
+        return not self.is_layer(block) or self.on_device(block)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
     """One operation on one lane."""
 
     kind: str
-    """load, compute, store, keep, clip, free or step."""
+    """load, compute, store, keep, clip, check, free or step."""
     block: int
     lane: str
     phase: str = ""
-    """Of compute: embed, forward, tail, recompute, backward, embed_backward."""
+    """Of compute: embed, forward, forward_kept, tail, recompute, backward, backward_kept, embed_backward; of step: device_step."""
     slot: int = -1
     """Device weight slot (load, compute, free) of a layer."""
     slab: int = -1
@@ -89,11 +117,7 @@ class Op:
 def build(pipeline: Pipeline) -> tuple[Op, ...]:
     """The operations of a steady-state step in issue order; a first step ignores the waits on the step before."""
     plain = list(_operations(pipeline))
-    tracker, steps = _Tracker(), []
-    for _ in range(3):
-        steps.append([tracker.place(op) for op in plain])
-    waits = [tuple((index // len(plain) - 2, index % len(plain)) for index in found) for found in steps[2]]
-    assert all(offset >= -1 for found in waits for offset, _ in found), "a wait reaches back more than one step"
+    waits = derive([(op.lane, op.reads, op.writes) for op in plain])
     awaited = {index for found in waits for _, index in found}
     return tuple(replace(op, waits=waits[i], signals=i in awaited) for i, op in enumerate(plain))
 
@@ -101,10 +125,11 @@ def build(pipeline: Pipeline) -> tuple[Op, ...]:
 def _visits(p: Pipeline) -> list[tuple[str, int]]:
     """(phase, block) of every computation, in order; each needs its block's weights on the device."""
     layers = range(1, p.num_layers + 1)
-    visits = [("embed", 0), *(("forward", i) for i in layers), ("tail", p.head)]
-    starts = range(1, p.num_layers + 1, p.checkpoint_interval)
-    for start in reversed(starts):
-        group = range(start, min(start + p.checkpoint_interval, p.num_layers + 1))
+    streamed = p.num_layers - p.kept_layers
+    visits = [("embed", 0), *(("forward_kept" if p.is_kept(i) else "forward", i) for i in layers), ("tail", p.head)]
+    visits += [("backward_kept", i) for i in reversed(layers[streamed:])]
+    for start in reversed(range(1, streamed + 1, p.checkpoint_interval)):
+        group = range(start, min(start + p.checkpoint_interval, streamed + 1))
         visits += [("recompute", i) for i in group[:-1]]
         visits += [("backward", i) for i in reversed(group)]
     return [*visits, ("embed_backward", 0)]
@@ -123,13 +148,15 @@ def _operations(p: Pipeline) -> Iterator[Op]:
         if n == 0:
             yield from filter(None, loads[:1])
             issued = 1
-        slab = slabs.device(phase)
+        slab = slabs.device(phase, block)
         yield _compute(p, phase, block, slots[n], slab, lanes)
+        if phase == "tail" and not p.clip:
+            yield _check()
         if slots[n] >= 0:
             yield Op(kind="free", block=block, lane=lanes[COMPUTE], slot=slots[n], writes=frozenset({f"slot {slots[n]}"}))
         yield from filter(None, loads[issued : n + ahead + 1])
         issued = max(issued, n + ahead + 1)
-        if phase in ("tail", "backward", "embed_backward"):
+        if phase in GRADIENT_PHASES:
             yield from slabs.store(block, slab, lanes)
     yield from _finish(p, slabs, lanes)
 
@@ -138,9 +165,9 @@ def _loads(p: Pipeline, visits: list[tuple[str, int]], lanes: dict[str, str]) ->
     """The load that each visit needs; layers take slots in ring order, embed and head own their device memory."""
     num_layer_loads = 0
     for phase, block in visits:
-        if phase == "embed_backward":  # on the device since the step's first load
+        if p.on_device(block) or phase in ("embed_backward", "backward_kept"):  # there already
             yield None
-        elif 1 <= block <= p.num_layers:
+        elif not p.owns_weights(block):
             yield _load(block, num_layer_loads % p.depth, lanes)
             num_layer_loads += 1
         else:
@@ -149,6 +176,10 @@ def _loads(p: Pipeline, visits: list[tuple[str, int]], lanes: dict[str, str]) ->
 
 def _weights(block: int, slot: int) -> str:
     return f"slot {slot}" if slot >= 0 else f"device weights {block}"
+
+
+def _gradients(block: int, slab: int) -> str:
+    return f"slab {slab}" if slab >= 0 else f"device gradients {block}"
 
 
 def _load(block: int, slot: int, lanes: dict[str, str]) -> Op:
@@ -169,10 +200,8 @@ def _compute(p: Pipeline, phase: str, block: int, slot: int, slab: int, lanes: d
         writes.add(f"device gradients {block}")
         if not p.clip:
             writes.add("verdict")
-    elif phase == "backward":
-        writes.add(f"slab {slab}")
-    elif phase == "embed_backward":
-        writes.add(f"device gradients {block}")
+    elif phase in GRADIENT_PHASES:
+        writes.add(_gradients(block, slab))
     return Op(
         kind="compute",
         phase=phase,
@@ -189,8 +218,14 @@ def _finish(p: Pipeline, slabs: _Slabs, lanes: dict[str, str]) -> Iterator[Op]:
     """With clipping: the scale, then the updates in the order in which the next forward needs them."""
     if p.clip:
         yield Op(kind="clip", block=-1, lane=lanes[COMPUTE], writes=frozenset({"verdict"}))
+        yield _check()
         for block in range(p.num_blocks):
             yield slabs.step(block, lanes)
+
+
+def _check() -> Op:
+    """The CPU lane looks at the loss (and norm): after a bad one it does nothing more."""
+    return Op(kind="check", block=-1, lane=CPU, reads=frozenset({"verdict"}))
 
 
 class _Slabs:
@@ -201,24 +236,27 @@ class _Slabs:
         self.num_device = self.num_host = 0
         self.held: dict[int, int] = {}
 
-    def device(self, phase: str) -> int:
-        """Next device slab for a layer's backward, else -1 (embed and head own theirs)."""
-        if phase != "backward":
+    def device(self, phase: str, block: int) -> int:
+        """Next device slab for a layer's backward, else -1 (other blocks own theirs)."""
+        if phase not in GRADIENT_PHASES or self.p.owns_gradients(block):
             return -1
         self.num_device += 1
         return (self.num_device - 1) % self.p.depth
 
     def store(self, block: int, slab: int, lanes: dict[str, str]) -> Iterator[Op]:
         """Gradients out; then, without clipping, the update; with clipping and a shared slab, the copy that frees it."""
+        if self.p.on_device(block):
+            if not self.p.clip:
+                yield self.step(block, lanes)
+            return
         host = self._host(block)
-        source = f"slab {slab}" if slab >= 0 else f"device gradients {block}"
         yield Op(
             kind="store",
             block=block,
             slab=slab,
             host_slab=host,
             lane=lanes[D2H],
-            reads=frozenset({source}),
+            reads=frozenset({_gradients(block, slab)}),
             writes=frozenset({f"host slab {host}"}),
         )
         if not self.p.clip:
@@ -235,6 +273,15 @@ class _Slabs:
 
     def step(self, block: int, lanes: dict[str, str]) -> Op:
         """AdamW on one block, from its slab or, with clipping and a shared slab, from where it was kept."""
+        if self.p.on_device(block):
+            return Op(
+                kind="step",
+                phase="device_step",
+                block=block,
+                lane=lanes[COMPUTE],
+                reads=frozenset({f"device gradients {block}"}),
+                writes=frozenset({f"device weights {block}"}),
+            )
         kept = self.p.clip and self._shared(block)
         slab = self.held[block]
         return Op(
@@ -247,7 +294,7 @@ class _Slabs:
         )
 
     def _shared(self, block: int) -> bool:
-        return self.p.pooled and 1 <= block <= self.p.num_layers
+        return self.p.pooled and self.p.is_layer(block)
 
     def _host(self, block: int) -> int:
         """The slab of a block: its own (numbered as the block, after the pool), or the pool's next."""
@@ -257,41 +304,3 @@ class _Slabs:
         else:
             self.held[block] = block + (self.p.gradient_slabs if self.p.pooled else 0)
         return self.held[block]
-
-
-@dataclass
-class _Tracker:
-    """Finds the waits of each operation: conflicts with earlier ones, less those that are already implied.
-
-    An operation must follow the last writer of what it reads, and the last writer and all later readers of
-    what it writes. Clocks say which operations of each lane a finished operation implies. Trying the latest
-    candidate first leaves no redundant wait, because an operation can only imply earlier ones.
-    """
-
-    clocks: list[dict[str, int]] = field(default_factory=list)
-    last_on: dict[str, int] = field(default_factory=dict)
-    writer: dict[str, int] = field(default_factory=dict)
-    readers: dict[str, list[int]] = field(default_factory=dict)
-    lanes: list[str] = field(default_factory=list)
-
-    def place(self, op: Op) -> list[int]:
-        """Record `op` as issued next; return the absolute indices that it must wait for."""
-        index = len(self.clocks)
-        candidates = {self.writer[r] for r in op.reads | op.writes if r in self.writer}
-        candidates.update(reader for r in op.writes for reader in self.readers.get(r, ()))
-        clock = dict(self.clocks[self.last_on[op.lane]]) if op.lane in self.last_on else {}
-        waits = []
-        for candidate in sorted(candidates, reverse=True):
-            if clock.get(self.lanes[candidate], -1) < candidate:
-                waits.append(candidate)
-                for lane, seen in self.clocks[candidate].items():
-                    clock[lane] = max(clock.get(lane, -1), seen)
-        clock[op.lane] = index
-        self.clocks.append(clock)
-        self.lanes.append(op.lane)
-        self.last_on[op.lane] = index
-        for r in op.writes:
-            self.writer[r], self.readers[r] = index, []
-        for r in op.reads - op.writes:
-            self.readers.setdefault(r, []).append(index)
-        return waits

@@ -13,20 +13,24 @@ import torch
 from engine.layout import Layout
 
 
+def leaves(layout: Layout, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A block's parameters as differentiable leaves that are views of `flat`."""
+    return {name: view.detach().requires_grad_() for name, view in layout.views(flat).items()}
+
+
 class Slots:
-    """Weight slots for decoder layers."""
+    """Weight slots for decoder layers that have no device memory of their own."""
 
     def __init__(self, depth: int, layouts: Sequence[Layout], dtype: torch.dtype, device: torch.device) -> None:
-        numel = max(layout.numel for layout in layouts)
+        numel = max((layout.numel for layout in layouts), default=0)
         self.buffers = [torch.zeros(numel, dtype=dtype, device=device) for _ in range(depth)]
-        self._layouts = layouts
         self._views: dict[tuple[int, Layout], dict[str, torch.Tensor]] = {}
 
     def weights(self, slot: int, layout: Layout) -> dict[str, torch.Tensor]:
         """The parameters of a layer in a slot: differentiable leaves, made once per slot and layout."""
         key = (slot, layout)
         if key not in self._views:
-            self._views[key] = {n: v.detach().requires_grad_() for n, v in layout.views(self.buffers[slot]).items()}
+            self._views[key] = leaves(layout, self.buffers[slot])
         return self._views[key]
 
     def poison(self, slot: int) -> None:

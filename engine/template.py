@@ -7,7 +7,7 @@ if everything but their index is equal: classes, shapes, buffers and every plain
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,12 +32,20 @@ class Template:
                 if parameter is not None:
                     owner._parameters[name] = nn.Parameter(parameter.detach().to("meta"))
         self._indexed = [m for m in self.module.modules() if hasattr(m, INDEX)]
+        self._call: Callable[..., Any] = self._plain
+
+    def compile(self) -> None:
+        """Compile the layer once for all layers of this configuration: weights are inputs."""
+        self._call = torch.compile(self._plain, dynamic=False)
+
+    def _plain(self, weights: dict[str, torch.Tensor], hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return functional_call(self.module, weights, (hidden, *args), kwargs)
 
     def forward(self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor, call: Call, index: int) -> torch.Tensor:
         """The layer's output. weights: local name -> view of a slot; hidden: [micro_batch, seq_len, hidden]."""
         for module in self._indexed:
             setattr(module, INDEX, index)
-        output = functional_call(self.module, dict(weights), (hidden, *call.args), dict(call.kwargs))
+        output = self._call(dict(weights), hidden, call.args, dict(call.kwargs))
         if not isinstance(output, torch.Tensor):
             raise ValueError(
                 f"model: {type(self.module).__name__} returns {type(output).__name__}, allowed a tensor; use transformers >= 5.17"
@@ -51,9 +59,20 @@ class Template:
 
         A weight that the output does not depend on has gradient None, in its own place.
         """
+        return self.differentiate(weights, *self.forward_kept(weights, hidden, call, index), grad_output)
+
+    def forward_kept(
+        self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor, call: Call, index: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(input, output) with the graph between them."""
         hidden = hidden.detach().requires_grad_()
         with torch.enable_grad():
-            output = self.forward(weights, hidden, call, index)
+            return hidden, self.forward(weights, hidden, call, index)
+
+    def differentiate(
+        self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor, output: torch.Tensor, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        """As `backward`, of a graph that is there."""
         grads = torch.autograd.grad(output, [hidden, *weights.values()], grad_output, allow_unused=True)
         assert grads[0] is not None
         return grads[0], list(grads[1:])

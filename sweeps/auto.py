@@ -19,7 +19,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from sweeps import environment
-from sweeps.config import cell_from
+from sweeps.config import Measure, build_group, cell_from, require
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 HEADROOM = 0.92
@@ -41,6 +41,8 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     """The plain config of one cell with device, model and total_steps settled. Raises ValueError, one line."""
     plain: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     assert isinstance(plain, dict)
+    require("", plain, ("machine", "measure", "model", "recipe"))
+    require("machine.", plain["machine"], ("device",))
     if plain["machine"]["device"] == "auto":
         plain["machine"]["device"] = device()
     if plain["machine"]["device"] == "cuda" and device() != "cuda":
@@ -48,8 +50,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     if plain["model"].get("name") == "auto":
         plain["model"] = _model(plain)
     if plain["recipe"].get("total_steps") is None:
-        measure = plain["measure"]
-        plain["recipe"]["total_steps"] = measure["warmup_steps"] + measure["windows"] * measure["steps_per_window"]
+        plain["recipe"]["total_steps"] = build_group(Measure, "measure", plain).num_steps
     return plain
 
 

@@ -38,7 +38,7 @@ class Emitter:
             data = data[os.write(self._descriptor, data) :]
 
 
-def fits(plan: Any, device: str, had: Mapping[str, Any]) -> str | None:
+def fits(plan: Any, model: str, device: str, had: Mapping[str, Any]) -> str | None:
     """None when the plan fits what the machine has, else the one-line refusal. On the CPU both shares are host memory."""
     host = plan.host_bytes + (plan.device_bytes if device == "cpu" else 0)
     needs = [("host", host, had["host_bytes"], "machine.host_bytes")]
@@ -47,8 +47,8 @@ def fits(plan: Any, device: str, had: Mapping[str, Any]) -> str | None:
     for kind, needed, has, path in needs:
         if has is not None and needed > has:
             return (
-                f"needs {needed:,} bytes of {kind} memory, has {has:,}; choose a smaller model or shape, "
-                f"or set {path} if the machine has more"
+                f"model: got {model}, which needs {needed:,} bytes of {kind} memory, allowed {has:,}; choose a smaller model "
+                f"or shape, or set {path} if the machine has more"
             )
     return None
 
@@ -73,7 +73,7 @@ def work(cell: Cell, emit: Emitter) -> None:
         return
     planned = {"device": dict(plan.device), "host": dict(plan.host)}
     emit("plan", plan=planned, dtypes=system.dtypes(), num_params=num_params, tokens_per_step=cell.shape.num_tokens)
-    refusal = fits(plan, cell.machine.device, environment.machine(cell.machine, None))
+    refusal = fits(plan, cell.model.name, cell.machine.device, environment.machine(cell.machine, None))
     if refusal:
         emit("failed", status="wont_fit", reason=refusal)
         return
@@ -102,7 +102,6 @@ def main() -> int:
     emit = Emitter(parser.parse_args().events_fd)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed parent leaves no cell behind
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(environment.ROOT / ".cache" / "torch_extensions"))
     cell = cell_from(json.load(sys.stdin))
     return guarded(lambda: work(cell, emit), emit)
 

@@ -6,10 +6,8 @@ and nothing else. What a user mistyped is a ValueError of one line: config path,
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,10 +15,9 @@ import torch
 
 from baselines.system import REGISTRY, ModelSpec, Shape, SystemSpec
 from engine import Recipe
+from sweeps.result import digest, hashed
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-UNHASHED = ("experiment", "logging", "output_dir")
-"""Groups that cannot change a measurement; machine and measure.timeout_s are left out beside them."""
 T = TypeVar("T")
 
 
@@ -119,7 +116,7 @@ class Cell:
     @property
     def hash(self) -> str:
         """Twelve hex digits over what can change the measurement."""
-        return _digest(_hashed(self.config))
+        return digest(hashed(self.config))
 
     def spec(self) -> SystemSpec:
         """What the system is built from."""
@@ -133,15 +130,10 @@ class Cell:
         )
 
 
-def comparison_key(config: Mapping[str, Any]) -> str:
-    """Digest of what two cells must share for their losses to be comparable: all but the system's own knobs and the timing."""
-    shared = {name: value for name, value in _hashed(config).items() if name not in ("system", "measure")}
-    return _digest({**shared, "dtype": config["system"]["dtype"]})
-
-
 def cell_from(config: Mapping[str, Any]) -> Cell:
     """Validate a plain composed config (device and total_steps already resolved). Raises ValueError, one line."""
     known = {item.name for item in fields(Cell)} - {"dtype", "options", "config"}
+    require("", config, sorted(known))
     for group in config:
         if group not in known:
             raise ValueError(f"{group}: got {config[group]!r}, allowed {', '.join(sorted(known))}; remove it or correct its name")
@@ -156,13 +148,13 @@ def cell_from(config: Mapping[str, Any]) -> Cell:
         system=name,
         dtype=dtype,
         options=system,
-        model=_build(ModelSpec, "model", config),
-        shape=_build(Shape, "shape", config),
-        recipe=_build(Recipe, "recipe", config),
-        data=_build(Data, "data", config),
-        measure=_build(Measure, "measure", config),
-        logging=_build(Logging, "logging", config),
-        machine=_build(Machine, "machine", config),
+        model=build_group(ModelSpec, "model", config),
+        shape=build_group(Shape, "shape", config),
+        recipe=build_group(Recipe, "recipe", config),
+        data=build_group(Data, "data", config),
+        measure=build_group(Measure, "measure", config),
+        logging=build_group(Logging, "logging", config),
+        machine=build_group(Machine, "machine", config),
         config=config,
     )
     longest = cell.model.config.get("max_position_embeddings")
@@ -177,24 +169,33 @@ def cell_from(config: Mapping[str, Any]) -> Cell:
     return cell
 
 
-def _build(kind: type[T], group: str, config: Mapping[str, Any]) -> T:
+def build_group(kind: type[T], group: str, config: Mapping[str, Any]) -> T:
     """`kind` from one group: unknown fields and wrong types are named by their config path."""
     values, known = dict(config[group]), {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
     for name, value in values.items():
         if name not in known:
             raise ValueError(f"{group}.{name}: got {value!r}, allowed fields {', '.join(known)}; remove it or correct its name")
         values[name] = _typed(f"{group}.{name}", value, _TYPES.get(str(known[name].type).split(" |")[0], object))
+    required = [item.name for item in known.values() if item.default is MISSING and item.default_factory is MISSING]
+    require(f"{group}.", values, required)
     return kind(**values)
 
 
-_TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool}
+def require(prefix: str, config: Mapping[str, Any], names: Sequence[str]) -> None:
+    """ValueError for a group or field that is not there: on the command line only `~name` takes one out."""
+    for name in names:
+        if name not in config:
+            raise ValueError(f"{prefix}{name}: got nothing, allowed a value; do not delete it (~{prefix}{name})")
+
+
+_TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool, "Mapping[str, Any]": dict}
 
 
 def _typed(path: str, value: Any, kind: type[T]) -> T:
     """`value` as `kind`: an int passes for a float, None only where the field's own check allows it."""
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)  # type: ignore[return-value]
-    wrong = kind in (int, float, str, bool) and (not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)))
+    wrong = kind in _TYPES.values() and (not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)))
     if wrong and not (value is None and path.startswith("machine.")):
         raise ValueError(f"{path}: got {value!r}, allowed a value of type {kind.__name__}; correct it")
     return value  # type: ignore[no-any-return]
@@ -208,14 +209,3 @@ def _allow(path: str, got: str, allowed: tuple[str, ...]) -> None:
 def _at_least(path: str, got: int, least: int) -> None:
     if got < least:
         raise ValueError(f"{path}: got {got}, allowed >= {least}; give a larger number")
-
-
-def _hashed(config: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in config.items() if name not in UNHASHED}
-    kept["measure"] = {name: value for name, value in config["measure"].items() if name != "timeout_s"}
-    kept["machine"] = {"device": config["machine"]["device"]}
-    return kept
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]

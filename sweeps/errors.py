@@ -44,7 +44,8 @@ def one_line(error: BaseException, overrides: Sequence[str] = ()) -> str:
     if isinstance(error, HydraException):
         return _hydra(_flat(error), overrides)
     if isinstance(error, OSError):
-        return f"{error.filename or 'output_dir'}: {error.strerror or error}; choose another output_dir or make it writable"
+        where = f"{error.filename} ({error.strerror})" if error.filename else str(error)
+        return f"output_dir: got {where}, allowed a folder that can be made and written; choose another or make it writable"
     return _flat(error)
 
 

@@ -138,7 +138,8 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
 
 
 def _judge(outcome: Outcome, returncode: int, timed_out_s: float | None, log: Path) -> None:
-    invalid, failed = outcome.last("invalid"), outcome.last("failed")
+    invalid = next((event for event in outcome.events if event["event"] == "invalid"), None)
+    failed = outcome.last("failed")
     if invalid:
         raise ValueError(invalid["reason"])
     if failed:

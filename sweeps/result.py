@@ -7,7 +7,9 @@ that is not known is None.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,10 @@ SCHEMA_VERSION = 1
 BENCH_VERSION = 1
 STATUSES = ("ok", "oom_device", "oom_host", "timeout", "nonfinite", "unsupported", "wont_fit", "error")
 """ok: measured. wont_fit: refused from `plan` before anything was allocated. oom_host: killed by SIGKILL, or MemoryError."""
+REFERENCE = "in_memory"
+"""The system whose losses the others must agree with."""
+UNHASHED = ("experiment", "logging", "output_dir")
+"""Groups of a config that cannot change a measurement; machine and measure.timeout_s are left out beside them."""
 LOSS_TOLERANCE = 2e-3
 """Largest absolute difference from the reference's losses, nats per token, at which a row `agrees`."""
 
@@ -117,3 +123,37 @@ def read_rows(path: Path) -> list[Row]:
         record["losses"], record["step_s"] = _loose(record.get("losses", [])), _loose(record.get("step_s", []))
         rows.append(Row(**record))
     return rows
+
+
+def hashed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a composed config that can change a measurement: what a cell is known by."""
+    kept = {name: value for name, value in config.items() if name not in UNHASHED}
+    kept["measure"] = {name: value for name, value in config["measure"].items() if name != "timeout_s"}
+    kept["machine"] = {"device": config["machine"]["device"]}
+    return kept
+
+
+def digest(value: Any) -> str:
+    """Twelve hex digits."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def comparison_key(config: Mapping[str, Any]) -> str:
+    """Digest of what two cells must share for their losses to be comparable: all but the system's own knobs and the timing."""
+    shared = {name: value for name, value in hashed(config).items() if name not in ("system", "measure")}
+    return digest({**shared, "dtype": config["system"]["dtype"]})
+
+
+def compared(row: Row, rows: Sequence[Row]) -> Row:
+    """`row` with its losses held against the latest reference of the same model, batches, recipe and dtype."""
+    if row.status != "ok":
+        return row
+    if row.system == REFERENCE:
+        return dataclasses.replace(row, agrees=True, max_loss_difference=0.0)
+    key = comparison_key(row.config)
+    same = (item for item in reversed(rows) if item.system == REFERENCE and item.status == "ok")
+    reference = next((item for item in same if comparison_key(item.config) == key), None)
+    if reference is None or not row.losses:
+        return row
+    worst = max(abs(mine - theirs) for mine, theirs in zip(row.losses, reference.losses, strict=False))
+    return dataclasses.replace(row, agrees=worst <= LOSS_TOLERANCE, max_loss_difference=worst)

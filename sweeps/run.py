@@ -1,8 +1,7 @@
 """The Hydra entry: composes cells, has each measured, reports. Launchers, sweepers and --multirun work unchanged.
 
-Invariant: every cell of a sweep is composed and checked before the first one runs (a system checks its own options
-when its cell starts); what a user can get wrong ends
-in one line on stderr and exit code 2 (HYDRA_FULL_ERROR=1 shows the traceback).
+Invariant: every cell of a sweep is composed and checked before the first one runs, its system's own options too; what a
+user can get wrong ends in one line on stderr and exit code 2 (HYDRA_FULL_ERROR=1 shows the traceback).
 
     python -m sweeps.run +experiment=quickstart                     # what `make bench` runs
     python -m sweeps.run system=megatrain system.depth=3
@@ -39,7 +38,9 @@ def planned_cells(argv: Sequence[str]) -> list[Cell] | None:
 
     Under a sweeper other than Hydra's basic one only the sweep knows its cells: then the list is empty.
     """
-    args = get_args_parser().parse_args(list(argv))
+    parser = get_args_parser()
+    parser.error = _refuse_flag  # type: ignore[method-assign]
+    args = parser.parse_args(list(argv))
     if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion or args.experimental_rerun:
         return None
     extra = [f"hydra.searchpath=[file://{os.path.abspath(args.config_dir)}]"] if args.config_dir else []
@@ -55,6 +56,10 @@ def planned_cells(argv: Sequence[str]) -> list[Cell] | None:
         params = [f"{key}={value}" for key, value in (base.hydra.sweeper.params or {}).items()]
         jobs = BasicSweeper.split_arguments(parse([*params, *args.overrides]), None)[0]
         return [study.compose_cell(compose(name, [*job, *extra])) for job in jobs]
+
+
+def _refuse_flag(message: str) -> NoReturn:
+    raise ValueError(f"command line: got {message}, allowed key=value and Hydra's own flags; see python -m sweeps.run --help")
 
 
 def _label() -> str:
@@ -96,9 +101,13 @@ def main() -> int:
     auto.register()
     try:
         cells = planned_cells(sys.argv[1:])
+        study.check(cells or [])
         PLANNED[:] = cells or []
         _job()
         return study.finish(PLANNED) if PLANNED else 0
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except USER_ERRORS as error:
         if _full_error():
             raise

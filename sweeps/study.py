@@ -7,7 +7,6 @@ row follows; a configuration that is refused leaves no file behind.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import shutil
 import subprocess
@@ -19,15 +18,14 @@ from typing import Any
 from omegaconf import DictConfig
 
 from sweeps import auto, ceilings, environment
-from sweeps.config import Cell, cell_from, comparison_key
-from sweeps.data import corpus_of
+from sweeps.check import refuse
+from sweeps.config import Cell, cell_from
+from sweeps.data import batches, corpus_of
 from sweeps.isolate import Event, Outcome, run_isolated
 from sweeps.memory import device_sampler
-from sweeps.result import LOSS_TOLERANCE, Row, read_rows
+from sweeps.result import Row, compared, read_rows
 from sweeps.sinks import ConsoleSink, JsonlSink, Sink, wandb_sink
 
-REFERENCE = "in_memory"
-"""The system whose losses the others must agree with."""
 RETRIED = ("error", "timeout", "oom_host", "unsupported", "wont_fit")
 """Statuses that another run may change: installing, freeing memory, raising a limit. The others stand."""
 
@@ -36,8 +34,17 @@ def compose_cell(cfg: DictConfig) -> Cell:
     """The validated cell of a composed config, the text's digest filled in. Raises ValueError, one line."""
     plain = auto.resolve(cfg)
     cell = cell_from(plain)
-    plain["data"]["digest"] = corpus_of(cell.data).digest
+    corpus = corpus_of(cell.data)
+    batches(corpus, cell.shape, cell.seed)  # lazy: refuses a text too short for the shape, makes no batch
+    plain["data"]["digest"] = corpus.digest
     return cell_from(plain)
+
+
+def check(cells: Sequence[Cell]) -> None:
+    """ValueError, one line, for a cell of a sweep that its system would refuse; a cell alone says so itself at once."""
+    new = [cell for cell in cells if not _stands(latest(cell.rows_path, cell.hash))]
+    if len(cells) > 1 and new:
+        refuse(new)
 
 
 def rows_of(path: Path) -> list[Row]:
@@ -50,12 +57,17 @@ def latest(path: Path, cell_hash: str) -> Row | None:
     return next((row for row in reversed(rows_of(path)) if row.cell == cell_hash), None)
 
 
+def _stands(row: Row | None) -> bool:
+    return row is not None and row.status not in RETRIED
+
+
 def run_cell(cell: Cell, label: str) -> Row:
     """The cell's row: the one it already has, or a new one from a fresh process. ValueError for an invalid config."""
     known = latest(cell.rows_path, cell.hash)
-    if known is not None and known.status not in RETRIED:
+    if known is not None and _stands(known):
         speed = f"{known.tokens_per_s:,.0f} tokens/s" if known.tokens_per_s else known.reason
-        commit = (known.git_commit or "no commit")[:12]
+        digits, dash, dirty = (known.git_commit or "no commit").partition("-")
+        commit = digits[:12] + dash + dirty
         print(
             f"{label} {cell.system}: skipped, {cell.hash} is already {known.status} ({speed}; {known.started_at}, {commit})",
             flush=True,
@@ -150,21 +162,6 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
     )
 
 
-def compared(row: Row, rows: Sequence[Row]) -> Row:
-    """`row` with its losses held against the latest reference of the same model, batches, recipe and dtype."""
-    if row.status != "ok":
-        return row
-    if row.system == REFERENCE:
-        return dataclasses.replace(row, agrees=True, max_loss_difference=0.0)
-    key = comparison_key(row.config)
-    same = (item for item in reversed(rows) if item.system == REFERENCE and item.status == "ok")
-    reference = next((item for item in same if comparison_key(item.config) == key), None)
-    if reference is None or not row.losses:
-        return row
-    worst = max(abs(mine - theirs) for mine, theirs in zip(row.losses, reference.losses, strict=False))
-    return dataclasses.replace(row, agrees=worst <= LOSS_TOLERANCE, max_loss_difference=worst)
-
-
 def tidy(output_dir: Path) -> None:
     """Remove what was made for a study that was refused; a folder with rows in it is left alone."""
     if (output_dir / "rows.jsonl").exists():
@@ -188,9 +185,8 @@ def finish(cells: Sequence[Cell]) -> int:
             subprocess.run([sys.executable, "-m", "analysis.report", str(path)], stdin=subprocess.DEVNULL, check=False)
         for cell, row in rows:
             if row is None or row.status != "ok":
-                print(
-                    f"not measured: {cell.system} ({row.status}: {row.reason})" if row else f"not measured: {cell.system} (not run)"
-                )
+                why = f"{row.status}: {row.reason}" if row else "not run"
+                print(f"not measured: {cell.system} ({why})", file=sys.stderr, flush=True)
         if path.exists():
             print(f"rows: {path}")
         if (path.parent / "wandb").is_dir() and mine[0].logging.wandb != "disabled":

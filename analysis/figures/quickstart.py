@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,8 @@ def memory_panel(axes: Axes, comparison: Comparison) -> None:
     drawn_on = axes.get_figure(root=True)
     assert drawn_on is not None
     with_device = comparison.on_gpu or any(one.device_bytes for one in standings)
+    if not comparison.on_gpu:  # a small model's plan is lost in what torch itself takes, and would look like a bad forecast
+        standings = [replace(one, plan_host_bytes=None) if one.measured else one for one in standings]
     _rows(axes, standings)
     axes.tick_params(labelleft=False)
     height = BAR / 2 if with_device else BAR

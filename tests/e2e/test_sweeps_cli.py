@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from sweeps import auto, run
+from sweeps.errors import USER_ERRORS, one_line
 from sweeps.result import Row, read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +42,6 @@ def sweep(output: Path, *overrides: str, env: dict[str, str] | None = None) -> s
         (["system=nope"], "system: got 'nope', allowed fsdp2, in_memory, megatrain, zero3"),
         (["+experiment=nope"], "experiment: got 'nope', allowed h200_3b, quickstart"),
         (["system.dpeth=3"], "system.dpeth: got '3', an unknown field, allowed checkpoint_interval, depth"),
-        (["system=megatrain", "system.depth=0"], "depth: got 0, allowed"),
         (["shape.batch_size=5", "shape.num_micro_batches=2"], "shape.num_micro_batches: got 2, allowed a divisor"),
         (["shape.seq_len=9999"], "shape.seq_len: got 9999, allowed 1 to 2048"),
         (["system.dtype=int8"], "system.dtype: got 'int8', allowed bfloat16, float32"),
@@ -48,15 +50,40 @@ def sweep(output: Path, *overrides: str, env: dict[str, str] | None = None) -> s
         (["seed=1,2"], "seed"),
         (["--multirun", "system=megatrain,nope"], "system: got 'nope', allowed"),
         (["--multirun", "shape.seq_len=16,9999"], "shape.seq_len: got 9999"),
+        (["~system"], "system: got nothing, allowed a value"),
+        (["~shape.seq_len"], "shape.seq_len: got nothing"),
+        (["measure.windows=abc"], "measure.windows: got 'abc', allowed a value of type int"),
+        (["model.config=3"], "model.config: got 3, allowed"),
+        (["data.max_bytes=70000", "shape.seq_len=2048", "shape.batch_size=64"], "shape.seq_len: got 2048 x 64 sequences"),
+        (["--frobnicate"], "command line: got unrecognized arguments: --frobnicate"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_a_user_error_is_one_line(tmp_path: Path, overrides: list[str], words: str) -> None:
+def test_a_mistyped_config_is_one_line(overrides: list[str], words: str) -> None:
+    auto.register()
+    with pytest.raises(USER_ERRORS) as error:
+        run.planned_cells(overrides)
+    line = one_line(error.value, [override for override in overrides if "=" in override])
+    assert words in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model=nope"], "model: got 'nope', allowed auto, qwen2.5-0.5b"),  # Hydra refuses
+        (["system=megatrain", "system.depth=0"], "system.depth: got 0, allowed"),  # the cell refuses
+        (["--multirun", "system=megatrain", "system.depth=2,0"], "system.depth: got 0, allowed"),  # before the first cell runs
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_user_error_leaves_one_line_and_nothing_else(tmp_path: Path, overrides: list[str], words: str) -> None:
     done = sweep(tmp_path / "out", *overrides)
     assert done.returncode == 2, done.stderr
     assert words in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert not (tmp_path / "out").exists()
+    assert not done.stdout or "--multirun" not in overrides, "a cell of the sweep was started"
 
 
 def by_system(output: Path) -> dict[str, Row]:
@@ -115,6 +142,8 @@ def test_a_killed_cell_leaves_a_row_and_only_it_is_run_again(tmp_path: Path) -> 
     assert again.stdout.count("skipped") == 1
     assert [row.system for row in read_rows(tmp_path / "rows.jsonl")] == ["in_memory", "megatrain", "in_memory"]
     assert by_system(tmp_path)["in_memory"].status == "ok"
+    assert "numerics were not checked" not in again.stdout, "the reference came last, and the rows before it are compared with it"
+    assert re.search(r"MegaTrain.* yes", again.stdout)
 
 
 def test_nonfinite_wont_fit_and_missing_deepspeed(tmp_path: Path) -> None:
@@ -124,7 +153,9 @@ def test_nonfinite_wont_fit_and_missing_deepspeed(tmp_path: Path) -> None:
     large = sweep(tmp_path / "large", "system=in_memory", "model=qwen2.5-32b", "machine.host_bytes=1000000", "logging=none")
     row = by_system(tmp_path / "large")["in_memory"]
     assert (large.returncode, row.status) == (1, "wont_fit")
-    assert "has 1,000,000" in row.reason
+    assert row.reason.startswith("model: got qwen2.5-32b, which needs ")
+    assert "allowed 1,000,000" in row.reason
+    assert row.reason in large.stderr
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['deepspeed'] = None\n")
     arguments = ["--multirun", "system=zero3,in_memory", *SMALL, "logging=none"]
     missing = sweep(tmp_path / "missing", *arguments, env={"PYTHONPATH": str(tmp_path)})

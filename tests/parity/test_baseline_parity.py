@@ -16,6 +16,7 @@ from baselines.model import initial_weights
 from baselines.system import REGISTRY, ModelSpec, Shape, SystemSpec, Unsupported, build
 from engine import Batch, NonFiniteLossError, Recipe
 
+pytestmark = pytest.mark.timeout(900)  # on a fresh machine the first zero3 test builds DeepSpeed's operator: minutes on two cores
 CPU = torch.device("cpu")
 VOCAB, SEQ_LEN, BATCH_SIZE, STEPS = 96, 16, 8, 20
 TOLERANCE = {torch.bfloat16: 2e-3, torch.float32: 1e-5}

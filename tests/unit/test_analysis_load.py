@@ -196,6 +196,12 @@ def test_derived_columns() -> None:
     assert megatrain["machine_name"] == "NVIDIA H200, 16 cores, 134 GB host"
 
 
+def test_without_a_gpu_the_host_holds_both_shares_of_the_plan() -> None:
+    megatrain = load.from_rows(cpu_rows()).set_index("system").loc["megatrain"]
+    assert megatrain["plan_device_bytes"] is pd.NA
+    assert megatrain["plan_host_bytes"] == 340_000_000
+
+
 def test_labels_tell_apart_rows_of_one_system() -> None:
     by_depth = [
         row("megatrain", [1.0], cell=str(depth), config={"system": {"depth": depth, "k": 2}, "logging": {"id": depth}})

@@ -13,6 +13,8 @@ from analysis import make, report, style
 from analysis.compare import CPU_NOTE
 from tests.unit.test_analysis_load import cpu_rows, h200_rows, row, save
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture(autouse=True)
 def _coarse(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,9 +60,18 @@ def test_readme_prints_markdown_and_writes_nothing(tmp_path: Path, capsys: pytes
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
+def test_the_readme_shows_what_the_committed_rows_give(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "README.md").read_text()
+    tables = re.findall(r"<!-- table:(\w+) -->\n(.*?)\n<!-- /table -->", page, re.DOTALL)
+    assert tables
+    for name, table in tables:
+        assert report.main([str(make.RESULTS / f"{name}.jsonl"), "--readme"]) == 0
+        assert table == capsys.readouterr().out.strip(), f"put the output of python -m analysis.report ... --readme into {name}"
+
+
 def test_bad_input_is_one_line_and_exit_2(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "analysis.report", str(tmp_path / "absent")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("error: ")

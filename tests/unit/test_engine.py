@@ -57,6 +57,36 @@ def test_any_depth_streams_interval_and_slabs_give_identical_bits(models, dtype,
         assert_same(found, reference)
 
 
+PLACEMENTS = [
+    {"device_optimizer": 1},
+    {"device_optimizer": 3, "keep_activations": 2},
+    {"keep_activations": 4},
+    {"device_optimizer": 5, "keep_activations": 1, "checkpoint_interval": 2},
+    {"device_optimizer": 6, "keep_activations": 4, "depth": 1},
+]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("clip_norm", [0.5, 0.0])
+def test_any_placement_gives_identical_bits(models, placement, dtype, clip_norm, tmp_path):
+    recipe, batch = replace(RECIPE, clip_norm=clip_norm), make_batch(0, micro_batches=2)
+    expected = train(make_engine(models[dtype], recipe=recipe, batch=batch), 6, micro_batches=2)
+    engine = make_engine(models[dtype], recipe=recipe, batch=batch, poison=True, **placement)
+    first = train(engine, 3, micro_batches=2)
+    engine.save(tmp_path / "half")
+    resumed = make_engine(models[dtype], recipe=recipe, batch=batch, lanes=TwinLanes(seed=1), **placement)
+    resumed.resume(tmp_path / "half")
+    second = train(resumed, 3, micro_batches=2, first=3)
+    assert_same((first[0] + second[0], second[1]), expected)
+
+
+@pytest.mark.parametrize("name", ["device_optimizer", "keep_activations"])
+def test_a_placement_beyond_the_model_is_one_line(models, name):
+    with pytest.raises(ValueError, match=f"system.{name}: got 9, allowed 0 to "):
+        make_engine(models[torch.float32], **{name: 9})
+
+
 @pytest.mark.parametrize("clip_norm", [0.5, 0.0])
 @pytest.mark.parametrize("seed", range(6))
 def test_adversarial_interleaving_of_lanes_gives_identical_bits(models, clip_norm, seed):
@@ -186,10 +216,12 @@ def test_parameters_without_gradient_do_not_shift_the_others():
         torch.testing.assert_close(gradients[name], expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("lanes", [None, TwinLanes(seed=1)])
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("on_device", [0, 2, 6])
 @pytest.mark.parametrize("clip_norm", [1.0, 0.0])
-def test_a_non_finite_loss_takes_no_step(models, lanes, clip_norm):
-    engine = make_engine(models[torch.float32], recipe=Recipe(lr=1e-2, clip_norm=clip_norm), lanes=lanes)
+def test_a_non_finite_loss_takes_no_step(models, seed, on_device, clip_norm):
+    recipe, lanes = Recipe(lr=1e-2, clip_norm=clip_norm), TwinLanes(seed=seed)
+    engine = make_engine(models[torch.float32], recipe=recipe, lanes=lanes, device_optimizer=on_device)
     state = engine._store.states[2]
     state.weight[5] = math.nan
     before = [s.weight.clone() for s in engine._store.states]
@@ -310,3 +342,15 @@ def test_close_is_idempotent(models):
     engine.close()
     engine.close()
     assert engine._store is None
+
+
+@pytest.mark.slow
+def test_compiled_layers_and_loss_agree_with_eager_ones(models):
+    """One compilation serves all layers, whichever slot their weights are in."""
+    expected = train(make_engine(models[torch.float32]))
+    losses, parameters = train(make_engine(models[torch.float32], compile=True, keep_activations=1))
+    torch.testing.assert_close(losses, expected[0], rtol=1e-5, atol=0)
+    for name, value in expected[1].items():
+        torch.testing.assert_close(parameters[name], value, rtol=0, atol=1e-4)
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert compiled <= 5  # the layer with and without a graph, the loss for two chunk lengths

@@ -91,12 +91,12 @@ def test_bf16_weights_alone_lose_small_updates_that_the_split_master_keeps():
 def test_clip_scale_is_that_of_torch():
     gradient = torch.nn.Parameter(torch.zeros(1000))
     gradient.grad = torch.randn(1000)
-    norm = gradient.grad.norm().item()
-    clipped = gradient.grad * clip_scale(norm, 1.0)
+    clipped = gradient.grad * clip_scale(gradient.grad.norm(), 1.0)
     torch.nn.utils.clip_grad_norm_([gradient], 1.0)
     torch.testing.assert_close(gradient.grad, clipped)
-    assert clip_scale(0.5, 1.0) == 1.0
-    assert clip_scale(5.0, 0.0) == 1.0
+    assert clip_scale(torch.tensor(0.5), 1.0) == 1.0
+    for bad in (torch.inf, torch.nan):
+        assert clip_scale(torch.tensor(bad), 1.0).isnan()
 
 
 def test_the_kernel_releases_the_gil():

@@ -47,9 +47,13 @@ def races(unrolled: list[tuple[Op, list[int]]]) -> list[tuple[int, int, str]]:
 
 
 def pipelines(num_layers: int, depth: int, streams: int, interval: int) -> list[Pipeline]:
-    """The combination with clipping and own slabs, with clipping and a pool, and without clipping and a pool."""
+    """The combination with and without clipping, slabs in a pool, blocks on the device and activations kept."""
     base = Pipeline(num_layers=num_layers, depth=depth, streams=streams, checkpoint_interval=interval)
-    return [base, replace(base, gradient_slabs=2), replace(base, gradient_slabs=2, clip=False), replace(base, clip=False)]
+    placed = replace(base, device_blocks=num_layers // 2, kept_layers=num_layers // 3)
+    everything = replace(base, device_blocks=num_layers + 2, kept_layers=num_layers, clip=depth % 2 == 0)
+    pooled = replace(base, gradient_slabs=2, clip=False)
+    unclipped = [replace(pipeline, clip=False) for pipeline in (base, placed)]
+    return [base, replace(base, gradient_slabs=2), pooled, placed, everything, *unclipped]
 
 
 def test_every_combination_is_free_of_races():

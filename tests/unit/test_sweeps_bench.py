@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from engine import Batch, NonFiniteLossError
-from sweeps import bench, mirror, study
+from sweeps import bench, mirror
 from sweeps.clock import Stopwatch
 from sweeps.config import Measure
 from sweeps.isolate import Outcome, run_isolated, verdict
 from sweeps.memory import NoDevice, Sampler, host_bytes
-from sweeps.result import Row, read_rows
+from sweeps.result import Row, compared, read_rows
 from sweeps.sinks import JsonlSink
 
 ROW = {"experiment": "e", "system": "s", "model": "m", "batch_size": 2, "seq_len": 8, "num_micro_batches": 1, "status": "ok"}
@@ -143,10 +143,10 @@ def test_agreement_is_with_the_reference_of_the_same_config() -> None:
         return Row(**{**ROW, "system": system}, cell=f"{system}{loss}{seed}", losses=[loss], config=config)
 
     rows = [row("in_memory", 1.0)]
-    assert study.compared(row("zero3", 1.001), rows).agrees is True
-    assert study.compared(row("zero3", 1.003), rows).agrees is False
-    assert study.compared(row("zero3", 1.0, seed=1), rows).agrees is None
-    assert study.compared(row("in_memory", 1.0), []).agrees is True
+    assert compared(row("zero3", 1.001), rows).agrees is True
+    assert compared(row("zero3", 1.003), rows).agrees is False
+    assert compared(row("zero3", 1.0, seed=1), rows).agrees is None
+    assert compared(row("in_memory", 1.0), []).agrees is True
 
 
 def isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, timeout_s: float = 20.0) -> Outcome:
