@@ -182,7 +182,9 @@ def finish(cells: Sequence[Cell]) -> int:
         measured += good
         sys.stdout.flush()
         if path.exists() and good:
-            subprocess.run([sys.executable, "-m", "analysis.report", str(path)], stdin=subprocess.DEVNULL, check=False)
+            command = [sys.executable, "-m", "analysis.report", str(path)]
+            # In a session of its own a Ctrl-C reaches this process alone, which stops the report without its traceback.
+            subprocess.run(command, stdin=subprocess.DEVNULL, start_new_session=True, check=False)
         for cell, row in rows:
             if row is None or row.status != "ok":
                 why = f"{row.status}: {row.reason}" if row else "not run"
