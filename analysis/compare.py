@@ -47,6 +47,8 @@ class Standing:
     agrees: bool | None
     ranked: bool = False
     best: bool = False
+    variant: int = 0
+    """Place among the rows of the same system in this group, in the order shown: figures draw it by this."""
 
     @property
     def measured(self) -> bool:
@@ -93,6 +95,7 @@ def compare(frame: pd.DataFrame) -> Comparison:
     baseline = _fastest([one for one in standings if one.system == BASELINE and one.measured and not one.differs])
     best = _fastest([one for one in standings if one.ranked])
     standings = [replace(one, ratio=_ratio(one, baseline), best=one is best) for one in standings]
+    standings = _numbered(standings)
     references = [one for one in standings if one.is_reference and one.losses]
     return Comparison(
         standings=sorted(standings, key=_order),
@@ -141,9 +144,13 @@ def notes(comparison: Comparison) -> list[str]:
 
 
 def interval_text(estimate: Estimate) -> str:
-    """`1.84x (95% interval 1.80 to 1.88)`, or only the value where one window was measured."""
+    """`1.84x (95% interval 1.80 to 1.88)`, or only the value where too few windows were measured."""
     text = f"{estimate.value:.2f}x"
-    return f"{text} (95% interval {estimate.lo:.2f} to {estimate.hi:.2f})" if estimate.has_interval else f"{text} (one window)"
+    return (
+        f"{text} (95% interval {estimate.lo:.2f} to {estimate.hi:.2f})"
+        if estimate.has_interval
+        else f"{text} (too few windows for an interval)"
+    )
 
 
 def _by(standing: Standing) -> str:
@@ -179,6 +186,15 @@ def _order(standing: Standing) -> tuple[int, float, int]:
     place = 0 if standing.is_reference else 1 if standing.ranked else 2 if standing.measured else 3
     listed = list(SYSTEMS).index(standing.system) if standing.system in SYSTEMS else len(SYSTEMS)
     return place, -standing.speed.value if standing.speed and standing.measured else 0.0, listed
+
+
+def _numbered(standings: list[Standing]) -> list[Standing]:
+    """The same order, each with its place among the rows of its system in the order in which they are shown."""
+    shown = sorted(range(len(standings)), key=lambda index: _order(standings[index]))
+    families: dict[str, list[int]] = {}
+    for index in shown:
+        families.setdefault(standings[index].system, []).append(index)
+    return [replace(one, variant=families[one.system].index(index)) for index, one in enumerate(standings)]
 
 
 def _standing(record: Mapping[Hashable, Any]) -> Standing:

@@ -6,6 +6,7 @@ Other sources (W&B) only have to yield `Row` objects: `from_rows` makes the same
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,7 @@ def _record(row: Row, source: str) -> dict[str, Any]:
         "tokens_per_s_lo": speed.lo if speed else None,
         "tokens_per_s_hi": speed.hi if speed else None,
         "num_windows": len(row.step_s),
-        "step_s_median": stats.median(row.step_s).value if row.step_s else None,
+        "step_s_median": statistics.median(row.step_s) if row.step_s else None,
         "final_loss": row.losses[-1] if row.losses else None,
         "host_bytes_per_param": host / params if host is not None and params else None,
         **_planned(row, on_gpu=bool(gpu)),

@@ -1,4 +1,5 @@
-"""One look for every figure: a system has the same colour, marker and hatch wherever it is drawn.
+"""One look for every figure: a system has the same colour, marker and hatch wherever it is drawn; further rows of one system
+in a figure (its variants) keep marker and hue, lighter, with another line, marker fill and a denser hatch.
 
 Invariant: the four quickstart systems are at least 15 units of CIE lightness apart, so they stay apart in grey and for
 every colour vision; files are byte-identical when rebuilt (no dates, bundled font) and PDFs embed their fonts.
@@ -7,7 +8,7 @@ every colour vision; files are byte-identical when rebuilt (no dates, bundled fo
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,9 @@ class Look:
     color: str
     marker: str
     hatch: str
+    line: str = "-"
+    fill: str = "full"
+    """How much of a marker is filled: full, left or none."""
 
 
 SYSTEMS: dict[str, Look] = {
@@ -90,6 +94,10 @@ SYSTEMS: dict[str, Look] = {
 }
 """Every system by its registry name, in the order in which it is listed when nothing else decides."""
 
+LINES = ("-", "--", ":", "-.")
+FILLS = ("full", "none", "left")
+"""Line and marker fill of the variants of one system, in turn: twelve before both repeat."""
+
 STATUS_LABELS: dict[str, str] = {
     "ok": "measured",
     "oom_device": "OOM (device)",
@@ -102,9 +110,13 @@ STATUS_LABELS: dict[str, str] = {
 }
 
 
-def look(system: str) -> Look:
-    """The look of a registered system; an unknown one is drawn in grey under its own name."""
-    return SYSTEMS.get(system, Look(name=system, color="#a0a0a0", marker="h", hatch="oo"))
+def look(system: str, variant: int = 0) -> Look:
+    """The look of a registered system; an unknown one is drawn in grey under its own name. `variant` 0 is the system's own."""
+    own = SYSTEMS.get(system, Look(name=system, color="#a0a0a0", marker="h", hatch="oo"))
+    if variant == 0:
+        return own
+    lighter = tint(own.color, max(0.25, 0.7 * 0.75 ** (variant - 1)))
+    return replace(own, color=lighter, hatch=own.hatch * 2, line=LINES[variant % len(LINES)], fill=FILLS[variant % len(FILLS)])
 
 
 def name_of(system: str) -> str:
@@ -112,10 +124,25 @@ def name_of(system: str) -> str:
     return look(system).name
 
 
-def bar(system: str) -> dict[str, Any]:
+def bar(system: str, variant: int = 0) -> dict[str, Any]:
     """Keyword arguments of a bar of this system: filled, hatched in white."""
-    drawn = look(system)
+    drawn = look(system, variant)
     return {"facecolor": drawn.color, "edgecolor": "white", "hatch": drawn.hatch, "linewidth": 0}
+
+
+def curve(system: str, variant: int = 0) -> dict[str, Any]:
+    """Keyword arguments of a line of this system: colour, dashes, and a marker that is filled, half filled or hollow."""
+    drawn = look(system, variant)
+    hollow = {"markerfacecolor": "white"} if drawn.fill == "none" else {}
+    return {
+        "color": drawn.color,
+        "linestyle": drawn.line,
+        "marker": drawn.marker,
+        "fillstyle": "left" if drawn.fill == "left" else "full",
+        "markerfacecoloralt": "white",
+        "markeredgewidth": 0 if drawn.fill == "full" else 0.8,
+        **hollow,
+    }
 
 
 def tint(color: str, strength: float = 0.42) -> str:

@@ -41,16 +41,66 @@ def figure(frame: pd.DataFrame) -> Figure:
         memory = drawn.add_subplot(grid[:, 1], sharey=speed)
         throughput_panel(speed, comparison)
         memory_panel(memory, comparison)
-        if comparison.reference is None:
-            loss_panel(drawn.add_subplot(grid[:, 2]), comparison)
-        else:
-            loss = drawn.add_subplot(grid[0, 2])
-            loss_panel(loss, comparison)
+        loss = drawn.add_subplot(grid[:, 2] if comparison.reference is None else grid[0, 2])
+        loss_panel(loss, comparison)
+        if comparison.reference is not None:
             difference_panel(drawn.add_subplot(grid[1, 2], sharex=loss), comparison, comparison.reference)
             loss.tick_params(labelbottom=False)
             loss.set_xlabel("")
         drawn.suptitle(f"{heading(frame)}, {frame.iloc[0]['machine_name']}", x=0.005, ha="left", fontsize=7, color=style.MUTED)
+        place_legend(loss)
     return drawn
+
+
+def place_legend(axes: Axes) -> None:
+    """Move the legend to the first corner where it covers neither a curve nor a word; where there is none, make room first.
+
+    Room is a taller value axis, as little of it as clears a corner: above the curves, or below them down to zero.
+    """
+    legend, drawn_on = axes.get_legend(), axes.get_figure(root=True)
+    if legend is None:
+        return
+    assert drawn_on is not None
+    low, high = axes.get_ylim()
+    drawn_on.draw_without_rendering()  # lays the panels out: only then is it known where a corner is
+    for growth in (0.1 * tenth for tenth in range(31)):
+        room = growth * (high - low)
+        above, below = (low, high + room), (max(low - room, min(low, 0.0)), high)
+        corners: dict[Any, tuple[float, float]] = {
+            "upper right": above,
+            "lower left": below,
+            "upper left": above,
+            "lower right": below,
+        }
+        for corner, limits in corners.items():
+            axes.set_ylim(limits)
+            legend.set_loc(corner)
+            if covered(axes):
+                continue
+            drawn_on.draw_without_rendering()  # other ticks may have moved the panel
+            if not covered(axes):
+                return
+    axes.set_ylim(low, high)
+    legend.set_loc("best")
+
+
+def covered(axes: Axes) -> bool:
+    """Whether the legend, with a little air around it, lies over a line, a marker or a word of these (laid out) axes."""
+    legend, drawn_on = axes.get_legend(), axes.get_figure(root=True)
+    assert legend is not None
+    assert drawn_on is not None
+    air = 2.5 / 72 * drawn_on.dpi
+    box = legend.get_window_extent().padded(air)
+    words = [text.get_window_extent() for text in axes.texts]
+    if any(box.overlaps(word) for word in words):
+        return True
+    along = np.linspace(0.0, 1.0, 50)[:, None, None]
+    for line in axes.lines:
+        points = axes.transData.transform(np.asarray(line.get_xydata(), dtype=np.float64))
+        dense = np.concatenate([points, (points[:-1] + along * (points[1:] - points[:-1])).reshape(-1, 2)])
+        if bool(((dense > box.min) & (dense < box.max)).all(axis=1).any()):  # a NaN is never inside
+            return True
+    return False
 
 
 def heading(frame: pd.DataFrame) -> str:
@@ -76,7 +126,7 @@ def throughput_panel(axes: Axes, comparison: Comparison) -> None:
         if not one.measured or one.speed is None:
             _status(axes, position, one.status_label)
             continue
-        axes.barh(position, one.speed.value, height=BAR, label=one.label, **style.bar(one.system))
+        axes.barh(position, one.speed.value, height=BAR, label=one.label, **style.bar(one.system, one.variant))
         if one.speed.lo is not None and one.speed.hi is not None:
             ends = [[one.speed.value - one.speed.lo], [one.speed.hi - one.speed.value]]
             for color, width in (("white", 1.8), (style.INK, 0.8)):  # a white halo first: the interval stays visible on dark bars
@@ -144,7 +194,9 @@ def loss_panel(axes: Axes, comparison: Comparison) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
     style.value_grid(axes, "y")
     if drawn:
-        legend = axes.legend(loc="upper right", handlelength=1.5, labelspacing=0.2, borderaxespad=0.1, handletextpad=0.5)
+        legend = axes.legend(
+            loc="upper right", fontsize=6, handlelength=1.7, labelspacing=0.05, borderpad=0.1, borderaxespad=0.3, handletextpad=0.4
+        )
         for line in legend.get_lines():
             line.set_linewidth(1.2)
 
@@ -204,7 +256,9 @@ def _stopped(axes: Axes, step: int, standing: Standing) -> None:
 def _memory_bar(
     axes: Axes, centre: float, height: float, standing: Standing, observed: int | None, plan: int | None, *, device: bool = False
 ) -> None:
-    looks = style.bar(standing.system) | ({} if device else {"hatch": "", "facecolor": style.tint(look(standing.system).color)})
+    looks = style.bar(standing.system, standing.variant)
+    if not device:
+        looks |= {"hatch": "", "facecolor": style.tint(look(standing.system, standing.variant).color)}
     if observed is not None:
         label = f"{standing.label} {'device' if device else 'host'}"
         axes.barh(centre, observed / 1e9, height=height, label=label, **looks)
@@ -223,8 +277,7 @@ def _all_bytes(standing: Standing, with_device: bool) -> list[int]:
 def _curve(standing: Standing, order: int) -> dict[str, Any]:
     """Marker every so many steps, staggered, so that curves that coincide can still be told apart."""
     every = max(1, len(standing.losses) // 6)
-    drawn = look(standing.system)
-    return {"color": drawn.color, "marker": drawn.marker, "markevery": (order * every // 5 % every, every), "markeredgewidth": 0}
+    return style.curve(standing.system, standing.variant) | {"markevery": (order * every // 5 % every, every)}
 
 
 def _ratio_text(ratio: Estimate | None, speed: Estimate) -> str:

@@ -9,19 +9,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 
 from analysis import load, style
 from analysis.figures import quickstart
-from sweeps.result import LOSS_TOLERANCE, Row
+from analysis.make import RESULTS
+from sweeps.result import LOSS_TOLERANCE, Row, read_rows
 from tests.unit.test_analysis_load import GIB, cpu_rows, curve, h200_rows, plan, row
 
 
 @pytest.fixture(scope="module")
 def h200() -> Figure:
     return quickstart.figure(load.from_rows(h200_rows()))
+
+
+def many_rows() -> list[Row]:
+    """Three rows of one system beside another."""
+    presets = ("paper", "stream", "fast")
+    rows = [row("megatrain", [1.0 + at, 1.1 + at, 1.2 + at], preset=name, losses=curve(30)) for at, name in enumerate(presets)]
+    return [*rows, row("zero3", [9.0, 9.1, 9.2], losses=curve(30))]
 
 
 def words(axes: Axes) -> list[str]:
@@ -112,6 +120,64 @@ def test_losses_of_all_systems_and_their_difference(h200: Figure) -> None:
     assert list(gaps["MegaTrain"]) == pytest.approx([-6e-4 * step / 40 for step in range(40)], abs=1e-12)
     assert difference.get_yscale() == "symlog"
     assert difference.get_ylim()[1] == 1.0
+
+
+def drawn_points(axes: Axes) -> np.ndarray:
+    """Every curve in pixels, densely along its segments."""
+    found = []
+    for line in axes.lines:
+        points = axes.transData.transform(np.asarray(line.get_xydata(), dtype=np.float64))
+        for first, second in itertools.pairwise(points):
+            found.append(first + np.linspace(0, 1, 50)[:, None] * (second - first))
+        found.append(points)
+    every = np.concatenate(found)
+    return every[np.isfinite(every).all(axis=1)]
+
+
+def slow_rows() -> list[Row]:
+    """Losses that fall in a straight line from corner to corner."""
+    falling = [8.0 - 0.2 * step for step in range(30)]
+    return [row(system, [1.0, 1.1, 1.2], losses=falling, agrees=True) for system in ("in_memory", "megatrain", "zero3", "fsdp2")]
+
+
+def rising_rows() -> list[Row]:
+    return [row("in_memory", [1.0], losses=[2.0 + 0.1 * step**1.5 for step in range(30)]), row("zero3", [2.0], losses=[2.0, 4.0])]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [list(read_rows(RESULTS / "h200_3b.jsonl")), h200_rows(), cpu_rows(), slow_rows(), rising_rows(), many_rows()],
+    ids=["committed", "h200", "cpu", "straight", "rising", "many"],
+)
+def test_the_legend_covers_no_curve(rows: list[Row], tmp_path: Path) -> None:
+    figure = quickstart.figure(load.from_rows(rows))
+    style.save(figure, tmp_path / "legend")
+    axes = figure.axes[2]
+    legend = axes.get_legend()
+    assert legend is not None
+    box, panel = legend.get_window_extent(), axes.get_window_extent()
+    points = drawn_points(axes)
+    inside = (points > [box.x0, box.y0]).all(axis=1) & (points < [box.x1, box.y1]).all(axis=1)
+    assert not inside.any()
+    assert panel.x0 <= box.x0 < box.x1 <= panel.x1 + 1
+    assert not any(box.overlaps(text.get_window_extent()) for text in axes.texts)
+
+
+def test_variants_of_one_system_are_told_apart() -> None:
+    looks = [style.look("megatrain", variant) for variant in range(4)]
+    assert looks[0] == style.SYSTEMS["megatrain"]
+    assert {one.marker for one in looks} == {"s"}
+    for first, second in itertools.pairwise(looks):
+        assert lightness(second.color) - lightness(first.color) > 5
+        assert (first.line, first.fill) != (second.line, second.fill)
+    axes = quickstart.figure(load.from_rows(many_rows())).axes
+    curves = [line for line in axes[2].lines if str(line.get_label()).startswith("MegaTrain")]
+    assert [line.get_linestyle() for line in curves] == ["-", "--", ":"]
+    assert len({str(line.get_color()) for line in curves}) == 3
+    faces = [to_hex(patch.get_facecolor()) for patch in axes[0].patches]
+    hatches = [patch.get_hatch() for patch in axes[0].patches]
+    assert faces == [style.look("megatrain", variant).color for variant in range(3)] + [style.SYSTEMS["zero3"].color]
+    assert hatches[:2] == ["///", "//////"]
 
 
 def test_difference_is_linear_where_all_agree() -> None:

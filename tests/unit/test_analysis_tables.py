@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import io
+import math
 import re
+from statistics import NormalDist
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from analysis import load, stats, tables
-from analysis.compare import CPU_NOTE, Comparison, compare, notes, sentence
-from sweeps.result import Row
+from analysis.compare import CPU_NOTE, Comparison, compare, interval_text, notes, sentence
+from analysis.make import RESULTS
+from sweeps.result import Row, read_rows
 from tests.unit.test_analysis_load import cpu_rows, curve, h200_rows, plan, row
+
+COMMITTED = list(read_rows(RESULTS / "h200_3b.jsonl"))
 
 
 def comparison(rows: list[Row]) -> Comparison:
@@ -26,36 +31,68 @@ def printed(rows: list[Row], width: int) -> str:
     return console.file.getvalue()
 
 
-def test_median_and_its_interval_are_seeded() -> None:
-    first, second = stats.median([3.0, 1.0, 2.0, 4.0, 10.0]), stats.median([3.0, 1.0, 2.0, 4.0, 10.0])
-    assert first == second
-    assert first.value == 3.0
-    assert first.lo is not None
-    assert first.hi is not None
-    assert 1.0 <= first.lo < 3.0 < first.hi <= 10.0
+def t_probability(quantile: float, degrees: int) -> float:
+    """P(T <= quantile): the density of Student's t integrated over x = sqrt(degrees) tan(angle)."""
+    angle = np.linspace(0.0, math.atan(quantile / math.sqrt(degrees)), 20_001)
+    area = np.trapezoid(np.cos(angle) ** (degrees - 1), angle) * math.sqrt(degrees)
+    return 0.5 + float(area) * math.gamma((degrees + 1) / 2) / (math.sqrt(degrees * math.pi) * math.gamma(degrees / 2))
 
 
-def test_one_window_has_no_interval() -> None:
-    alone = stats.throughput(100.0, [1.0])
-    assert alone is not None
-    assert not alone.has_interval
-    quotient = stats.ratio(100.0, [1.0], 50.0, [2.0, 2.1])
-    assert quotient is not None
-    assert (quotient.value, quotient.lo) == (2.0, None)
+def test_t_quantiles_are_the_known_ones() -> None:
+    assert [stats.t_quantile(degrees) for degrees in (1, 2, 4, 10, 30)] == [12.7062, 4.3027, 2.7764, 2.2281, 2.0423]
+    for degrees in range(1, 31):
+        assert t_probability(stats.t_quantile(degrees), degrees) == pytest.approx(0.975, abs=1e-5), degrees
+    assert stats.t_quantile(31) == pytest.approx(NormalDist().inv_cdf(0.975), abs=1e-4)
+
+
+def test_fewer_than_three_windows_have_no_interval() -> None:
+    for windows in ([1.0], [1.0, 1.1]):
+        few = stats.throughput(100.0, windows)
+        assert few is not None
+        assert (few.value, few.has_interval, few.num_samples) == (100.0, False, len(windows))
+        quotient = stats.ratio(100.0, windows, 50.0, [2.0, 2.1, 2.05])
+        assert quotient is not None
+        assert (quotient.value, quotient.lo, quotient.hi) == (2.0, None, None)
+        assert interval_text(quotient) == "2.00x (too few windows for an interval)"
     assert stats.throughput(None, []) is None
     assert stats.ratio(100.0, [1.0], None, []) is None
 
 
-def test_bootstrap_interval_covers_the_truth() -> None:
-    """About 95% of intervals of 20 normal windows hold the true ratio 2 (binomial: 3 standard deviations under 0.90 fail)."""
-    generator = np.random.default_rng(7)
-    held = 0
-    for _ in range(100):
-        fast, slow = generator.normal(1.0, 0.05, 20), generator.normal(2.0, 0.1, 20)
-        quotient = stats.ratio(1 / fast.mean(), fast.tolist(), 1 / slow.mean(), slow.tolist())
+def test_throughput_interval_by_hand() -> None:
+    """Logs -0.1, 0, 0.1: standard deviation 0.1, two degrees of freedom."""
+    speed = stats.throughput(100.0, [math.exp(-0.1), 1.0, math.exp(0.1)])
+    assert speed is not None
+    factor = math.exp(4.3027 * 0.1 / math.sqrt(3))
+    assert (speed.lo, speed.hi) == (pytest.approx(100 / factor), pytest.approx(100 * factor))
+    steady = stats.throughput(100.0, [1.0, 1.0, 1.0])
+    assert steady is not None
+    assert (steady.lo, steady.hi) == (100.0, 100.0)
+
+
+def test_ratio_interval_is_welch() -> None:
+    """Equal spreads of three windows give four degrees of freedom; beside a steady system only the other's two count."""
+    noisy = [math.exp(-0.1), 1.0, math.exp(0.1)]
+    for over, quantile, error in ((noisy, 2.7764, 0.1 * math.sqrt(2 / 3)), ([1.0, 1.0, 1.0], 4.3027, 0.1 / math.sqrt(3))):
+        quotient = stats.ratio(200.0, noisy, 100.0, over)
         assert quotient is not None
-        held += not quotient.excludes(2.0)
-    assert held >= 86
+        factor = math.exp(quantile * error)
+        assert (quotient.value, quotient.lo, quotient.hi) == (2.0, pytest.approx(2 / factor), pytest.approx(2 * factor))
+
+
+@pytest.mark.parametrize("spreads", [(0.02, 0.02), (0.005, 0.04)], ids=["alike", "unlike"])
+def test_intervals_of_three_windows_cover_the_truth(spreads: tuple[float, float]) -> None:
+    """Of 2000 draws of 3 windows a system, at least 93% of the intervals hold the true speed 1 and the true ratio 2."""
+    generator = np.random.default_rng(7)
+    held = [0, 0]
+    for _ in range(2000):
+        fast, slow = generator.normal(1.0, spreads[0], 3), generator.normal(2.0, 2 * spreads[1], 3)
+        speed = stats.throughput(1 / fast.mean(), fast.tolist())
+        quotient = stats.ratio(1 / fast.mean(), fast.tolist(), 1 / slow.mean(), slow.tolist())
+        assert speed is not None
+        assert quotient is not None
+        held[0] += not speed.excludes(1.0)
+        held[1] += not quotient.excludes(2.0)
+    assert min(held) >= 0.93 * 2000
 
 
 def test_ratio_is_the_quotient_of_the_printed_speeds() -> None:
@@ -159,7 +196,7 @@ def test_cpu_table_has_neither_mfu_nor_device() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])
-@pytest.mark.parametrize("rows", [h200_rows(), h200_rows()[:4], cpu_rows()], ids=["h200", "four", "cpu"])
+@pytest.mark.parametrize("rows", [h200_rows(), h200_rows()[:4], cpu_rows(), COMMITTED], ids=["h200", "four", "cpu", "committed"])
 def test_terminal_never_wraps(rows: list[Row], width: int) -> None:
     lines = [line for line in printed(rows, width).split("\n") if line.strip()]
     assert len(lines) == 2 + 1 + len(rows)
@@ -175,6 +212,21 @@ def test_everything_asked_for_fits_100_columns_for_the_four_systems() -> None:
     narrow = printed(h200_rows()[:4], 80)
     assert "B/param" not in narrow
     assert "|Δloss|" in narrow
+
+
+def test_the_interval_of_the_ratio_is_shown_in_both_tables() -> None:
+    text, page = printed(COMMITTED, 120), tables.markdown(comparison(COMMITTED))
+    for one in comparison(COMMITTED).standings:
+        if one.ratio is not None and one.ratio.has_interval:
+            told = f"{one.ratio.lo:.2f}–{one.ratio.hi:.2f}"
+            assert told in text
+            assert f"| {told} |" in page
+
+
+def test_rows_of_one_system_are_numbered_in_the_order_shown() -> None:
+    rows = [row("megatrain", [step], cell=preset, preset=preset) for preset, step in (("stream", 2.0), ("fast", 1.0))]
+    shown = comparison([*rows, row("zero3", [3.0])]).standings
+    assert [(one.label, one.variant) for one in shown] == [("MegaTrain fast", 0), ("MegaTrain stream", 1), ("ZeRO-3", 0)]
 
 
 def test_markdown_and_latex() -> None:

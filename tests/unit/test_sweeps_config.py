@@ -1,10 +1,12 @@
 """Every YAML composes; a cell's hash covers what changes a measurement and nothing else."""
 
+import json
 from pathlib import Path
 
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from sweeps import auto
 from sweeps.config import Cell, cell_from
@@ -93,3 +95,23 @@ def test_invalid_values_name_their_path(override: str, message: str) -> None:
         composed(override)
     assert str(error.value).startswith(message)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("host_gib", "device_gib", "expected"),
+    [
+        (128, 140, "qwen2.5-3b"),  # 7B: ZeRO-3 wants 26 bytes a parameter of host, in_memory 18 of device
+        (2048, 400, "qwen2.5-7b"),
+        (8, 140, "tiny"),
+    ],
+)
+def test_the_largest_model_that_fits_all_four_systems(host_gib: int, device_gib: int, expected: str) -> None:
+    """What model=auto picks on a GPU machine of that size; the plans need no GPU."""
+    auto.register()
+    machine = {"device": "cpu", "host_bytes": host_gib << 30, "device_bytes": device_gib << 30}
+    with initialize_config_dir(str(auto.CONF), version_base="1.3"):
+        plain = OmegaConf.to_container(compose("config", ["shape=b32x1024"]), resolve=True)
+    asked = OmegaConf.to_container(OmegaConf.load(auto.CONF / "model" / "auto.yaml"))
+    keys = ("seed", "shape", "recipe", "data", "measure", "logging")
+    settings = json.dumps({key: plain[key] for key in keys} | {"machine": machine})
+    assert auto._largest(tuple(asked["candidates"]), tuple(asked["systems"]), asked["fallback"], settings) == expected
