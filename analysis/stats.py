@@ -24,7 +24,8 @@ T_QUANTILES = (
     2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423,
 )
 # fmt: on
-"""97.5% quantiles of Student's t for 1 to 30 degrees of freedom: the density integrated by Simpson's rule, then bisected. a test integrates them again."""
+"""97.5% quantiles of Student's t for 1 to 30 degrees of freedom: the density integrated by Simpson's rule, then
+bisected; a test integrates them again."""
 NORMAL_QUANTILE = 1.9600
 """97.5% quantile of the normal, taken beyond 30 degrees of freedom."""
 
