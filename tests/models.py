@@ -87,3 +87,17 @@ def engine_gradients(engine: MegaTrain) -> dict[str, torch.Tensor]:
         for field, view in layout.items(store.slabs[block]):
             found[decoder.full_name(block, field.name)] = view.float().clone()
     return found
+
+
+def train(
+    engine: MegaTrain, num_steps: int = 4, micro_batches: int = 1, first: int = 0
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    losses = [engine.train_step(make_batch(first + step, micro_batches=micro_batches)) for step in range(num_steps)]
+    engine.drain()
+    return [loss.item() for loss in losses], dict(engine.parameters())
+
+
+def assert_same(one: tuple[list[float], dict[str, torch.Tensor]], other: tuple[list[float], dict[str, torch.Tensor]]) -> None:
+    assert one[0] == other[0]
+    for name, value in one[1].items():
+        assert torch.equal(value, other[1][name]), name

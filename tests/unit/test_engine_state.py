@@ -1,0 +1,145 @@
+"""The engine's state: what it refuses, what it allocates, what survives a restart or a bad loss."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from engine import EngineConfig, MegaTrain, NonFiniteLossError, Recipe
+from engine.streams import TwinLanes
+from tests.models import assert_same, make_batch, make_engine, make_model, train
+
+
+@pytest.mark.parametrize("name", ["device_optimizer", "keep_activations"])
+def test_a_placement_beyond_the_model_is_one_line(models, name):
+    with pytest.raises(ValueError, match=f"system.{name}: got 9, allowed 0 to "):
+        make_engine(models[torch.float32], **{name: 9})
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("on_device", [0, 2, 6])
+@pytest.mark.parametrize("clip_norm", [1.0, 0.0])
+def test_a_non_finite_loss_takes_no_step(models, seed, on_device, clip_norm):
+    recipe, lanes = Recipe(lr=1e-2, clip_norm=clip_norm), TwinLanes(seed=seed)
+    engine = make_engine(models[torch.float32], recipe=recipe, lanes=lanes, device_optimizer=on_device)
+    state = engine._store.states[2]
+    state.weight[5] = math.nan
+    before = [s.weight.clone() for s in engine._store.states]
+    with pytest.raises(NonFiniteLossError, match="no optimizer step was taken"):
+        train(engine, 1)
+    for kept, current in zip(before, engine._store.states, strict=True):
+        assert torch.equal(kept.view(torch.int32), current.weight.view(torch.int32))
+        assert not current.exp_avg.any()
+
+
+@pytest.mark.parametrize("master", ["split", "fp32"])
+def test_save_and_resume_continue_bit_identically(models, tmp_path, master):
+    arguments = {"recipe": Recipe(lr=1e-2, schedule="linear", warmup_steps=2, total_steps=9), "master": master}
+    whole = train(make_engine(models[torch.bfloat16], **arguments), 6)
+    first = make_engine(models[torch.bfloat16], **arguments)
+    train(first, 3)
+    first.save(tmp_path / "step-3")
+    second = make_engine(models[torch.bfloat16], **arguments)
+    second.resume(tmp_path / "step-3")
+    losses, parameters = train(second, 3, first=3)
+    assert_same((losses, parameters), (whole[0][3:], whole[1]))
+
+
+def test_save_is_whole_or_not_at_all(models, tmp_path, monkeypatch):
+    engine = make_engine(models[torch.bfloat16])
+    monkeypatch.setattr(json, "dumps", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        engine.save(tmp_path / "broken")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    engine.save(tmp_path / "whole")
+    with pytest.raises(ValueError, match="exists, allowed a new directory"):
+        engine.save(tmp_path / "whole")
+    with pytest.raises(ValueError, match="is no checkpoint"):
+        engine.resume(tmp_path / "missing")
+    with pytest.raises(ValueError, match="has master 'split'"):
+        make_engine(models[torch.bfloat16], master="fp32").resume(tmp_path / "whole")
+
+
+def test_host_plan_is_what_is_allocated_and_split_master_holds_12_bytes(models):
+    engine = make_engine(models[torch.bfloat16])
+    store = engine._store
+    states = store.states
+    allocated = {
+        "weights": sum(s.weight.nbytes for s in states),
+        "master": sum(s.extra.nbytes for s in states),
+        "moments": sum(s.exp_avg.nbytes + s.exp_avg_sq.nbytes for s in states),
+        "gradients": sum(s.nbytes for s in store.slabs.values()),
+    }
+    planned = dict(engine.plan().host)
+    assert "other" not in planned  # on the CPU; with CUDA, what its context holds
+    assert allocated == planned
+    elements = sum(layout.numel for layout in engine._layouts)
+    assert allocated["weights"] + allocated["master"] + allocated["moments"] == 12 * elements
+    # One arena of exactly the needed size plus one page: no rounding to a power of two.
+    assert store._arena._storage.numel() == allocated["weights"] + allocated["gradients"] + 4096
+
+
+def test_plan_allocates_nothing(models):
+    model = make_model("qwen2")
+    engine = MegaTrain(model, recipe=Recipe(), micro_batch_size=4096, seq_len=1 << 20, config=EngineConfig(depth=64))
+    assert engine.plan().device_bytes > 10**12
+    assert engine._store is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"depth": 0}, "system.depth: got 0, allowed an integer >= 1"),
+        ({"depth": "x"}, "system.depth: got 'x'"),
+        ({"streams": 4}, "system.streams: got 4, allowed 1, 2 or 3"),
+        ({"checkpoint_interval": 0}, "system.checkpoint_interval: got 0"),
+        ({"gradient_slabs": -1}, "system.gradient_slabs: got -1"),
+        ({"loss_chunk": 0}, "system.loss_chunk: got 0"),
+        ({"master": "bf16"}, "system.master: got 'bf16', allowed split, fp32"),
+    ],
+)
+def test_bad_options_are_one_line(setting, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        EngineConfig(**setting)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_bad_dtype_is_one_line():
+    with pytest.raises(ValueError, match=r"system\.dtype: got torch\.float16, allowed bfloat16, float32"):
+        MegaTrain(make_model("qwen2"), recipe=Recipe(), micro_batch_size=1, seq_len=8, dtype=torch.float16)
+
+
+def test_missing_weights_are_named():
+    engine = MegaTrain(make_model("qwen2"), recipe=Recipe(), micro_batch_size=1, seq_len=8, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"parameters were not given, lm_head\.weight among them"):
+        engine.setup([])
+
+
+def test_counters_are_the_bytes_of_the_schedule(models):
+    engine = make_engine(models[torch.bfloat16], checkpoint_interval=1)
+    train(engine, 3)
+    sizes = [layout.numel * 2 for layout in engine._layouts]
+    counters = engine.counters()
+    assert counters["h2d_bytes"] == 3 * (sum(sizes) + sum(sizes[1:-1]))
+    assert counters["d2h_bytes"] == 3 * sum(sizes)
+    layer_params = engine._layouts[1].num_params
+    assert counters["recompute_flops"] == 3 * 2 * 4 * layer_params * make_batch(0).tokens.numel()
+
+
+def test_the_schedule_recipe_reaches_the_optimizer(models):
+    """Learning rate zero at the end of a linear schedule: the last step changes nothing but moments."""
+    engine = make_engine(models[torch.float32], recipe=Recipe(lr=1e-2, schedule="linear", total_steps=2))
+    train(engine, 2)
+    before = dict(engine.parameters())
+    engine.train_step(make_batch(7))
+    for name, value in engine.parameters():
+        assert torch.equal(value, before[name])
+
+
+def test_close_is_idempotent(models):
+    engine = make_engine(models[torch.float32])
+    engine.close()
+    engine.close()
+    assert engine._store is None
