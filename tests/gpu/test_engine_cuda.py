@@ -44,12 +44,22 @@ def test_any_pipeline_gives_identical_bits(clip_norm):
             assert torch.equal(value, reference[1][name]), (name, depth, streams, interval, slabs)
 
 
+@pytest.mark.parametrize("clip_norm", [1.0, 0.0])
+def test_kept_activations_give_the_bits_of_recomputed_ones(clip_norm):
+    model, recipe = make_model("qwen2", dtype=torch.bfloat16, **SHAPE), Recipe(lr=1e-3, clip_norm=clip_norm)
+    reference = train(model, recipe=recipe)
+    for options in ({"keep_activations": 2}, {"keep_activations": 6}, {"keep_activations": 3, "gradient_slabs": 2}):
+        found = train(model, recipe=recipe, poison=True, **options)
+        assert found[0] == reference[0], options
+        for name, value in found[1].items():
+            assert torch.equal(value, reference[1][name]), (name, options)
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"device_optimizer": 3},
         {"device_optimizer": 8, "keep_activations": 6},
-        {"keep_activations": 2, "gradient_slabs": 2},
         {"compile": True},
         {"compile": True, "device_optimizer": 3, "keep_activations": 2},
         {"compile": True, "device_optimizer": -1, "keep_activations": -1},
@@ -58,14 +68,11 @@ def test_any_pipeline_gives_identical_bits(clip_norm):
 )
 @pytest.mark.parametrize("clip_norm", [1.0, 0.0])
 def test_every_placement_trains_as_streaming_does(options, clip_norm):
-    model = make_model("qwen2", dtype=torch.bfloat16, **SHAPE)
-    recipe = Recipe(lr=1e-3, clip_norm=clip_norm)
-    streamed, placed = (train(model, recipe=recipe, poison=True, **chosen) for chosen in ({}, options))
-    torch.testing.assert_close(placed[0], streamed[0], rtol=2e-3, atol=0)
-    first = make_model("qwen2", dtype=torch.bfloat16, **SHAPE).state_dict()
-    for name, value in placed[1].items():
-        moved = streamed[1][name] - first[name].float()
-        assert (value - streamed[1][name]).norm() <= 0.15 * moved.norm(), name  # six steps; rounding flips the sign of small updates
+    """Losses only: on random tokens Adam turns one rounding of a gradient near zero into a step of either sign."""
+    model, recipe = make_model("qwen2", dtype=torch.bfloat16, **SHAPE), Recipe(lr=1e-3, clip_norm=clip_norm)
+    streamed, placed = (train(model, recipe=recipe, poison=True, **chosen)[0] for chosen in ({}, options))
+    torch.testing.assert_close(placed, streamed, rtol=5e-4, atol=0)
+    assert streamed[-1] < streamed[0]
 
 
 def test_fp32_agrees_with_the_cpu():
