@@ -20,8 +20,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "vocab_size": 512, "max_position_embeddings": 256}
 
 
-def train(model, num_steps=6, micro_batches=2, recipe=None, **options):
-    batches = [make_batch(step, micro_batches=micro_batches, rows=4, seq_len=128, vocab=512) for step in range(num_steps)]
+def train(model, num_steps=6, micro_batches=2, recipe=None, *, same_batch=False, **options):
+    seeds = [0] * num_steps if same_batch else range(num_steps)
+    batches = [make_batch(seed, micro_batches=micro_batches, rows=4, seq_len=128, vocab=512) for seed in seeds]
     engine = make_engine(model, batch=batches[0], device="cuda", recipe=recipe or Recipe(lr=1e-3), loss_chunk=256, **options)
     losses = [engine.train_step(batch) for batch in batches]
     engine.drain()
@@ -70,9 +71,9 @@ def test_kept_activations_give_the_bits_of_recomputed_ones(clip_norm):
 def test_every_placement_trains_as_streaming_does(options, clip_norm):
     """Losses only: on random tokens Adam turns one rounding of a gradient near zero into a step of either sign."""
     model, recipe = make_model("qwen2", dtype=torch.bfloat16, **SHAPE), Recipe(lr=1e-3, clip_norm=clip_norm)
-    streamed, placed = (train(model, recipe=recipe, poison=True, **chosen)[0] for chosen in ({}, options))
-    torch.testing.assert_close(placed, streamed, rtol=5e-4, atol=0)
-    assert streamed[-1] < streamed[0]
+    streamed, placed = (train(model, recipe=recipe, same_batch=True, poison=True, **chosen)[0] for chosen in ({}, options))
+    torch.testing.assert_close(placed, streamed, rtol=2e-3, atol=0)
+    assert streamed[-1] < 0.97 * streamed[0]
 
 
 def test_fp32_agrees_with_the_cpu():
