@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
+from torch.func import functional_call, vjp
 
 if TYPE_CHECKING:
     from engine.decoder import Call
@@ -33,18 +33,35 @@ class Template:
                     owner._parameters[name] = nn.Parameter(parameter.detach().to("meta"))
         self._indexed = [m for m in self.module.modules() if hasattr(m, INDEX)]
         self._call: Callable[..., Any] = self._plain
+        self._pull: Callable[..., Any] | None = None
 
     def compile(self) -> None:
-        """Compile the layer once for all layers of this configuration: weights are inputs."""
+        """Compile the layer once for all layers of this configuration: weights are inputs.
+
+        Recomputation and backward become one graph, in which what no gradient needs is dead code: of a gated MLP the
+        last product, a quarter of the layer's recomputation.
+        """
         self._call = torch.compile(self._plain, dynamic=False)
+        self._pull = torch.compile(self._plain_pull, dynamic=False)
 
     def _plain(self, weights: dict[str, torch.Tensor], hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return functional_call(self.module, weights, (hidden, *args), kwargs)
 
+    def _plain_pull(
+        self,
+        weights: dict[str, torch.Tensor],
+        hidden: torch.Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        grad_output: torch.Tensor,
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        pull = vjp(lambda w, x: self._plain(w, x, args, kwargs), weights, hidden)[1]
+        grads: tuple[dict[str, torch.Tensor], torch.Tensor] = pull(grad_output)
+        return grads
+
     def forward(self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor, call: Call, index: int) -> torch.Tensor:
         """The layer's output. weights: local name -> view of a slot; hidden: [micro_batch, seq_len, hidden]."""
-        for module in self._indexed:
-            setattr(module, INDEX, index)
+        self._set_index(index)
         output = self._call(dict(weights), hidden, call.args, dict(call.kwargs))
         if not isinstance(output, torch.Tensor):
             raise ValueError(
@@ -52,13 +69,21 @@ class Template:
             )
         return output
 
+    def _set_index(self, index: int) -> None:
+        for module in self._indexed:
+            setattr(module, INDEX, index)
+
     def backward(
         self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor, call: Call, index: int, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         """Recompute with a graph and differentiate at once: (gradient of `hidden`, gradients in the order of `weights`).
 
-        A weight that the output does not depend on has gradient None, in its own place.
+        A weight that the output does not depend on has gradient None, or zero where compiled, in its own place.
         """
+        if self._pull is not None:
+            self._set_index(index)
+            grads, grad_hidden = self._pull(dict(weights), hidden, call.args, dict(call.kwargs), grad_output)
+            return grad_hidden, [grads[name] for name in weights]
         return self.differentiate(weights, *self.forward_kept(weights, hidden, call, index), grad_output)
 
     def forward_kept(
