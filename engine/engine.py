@@ -7,7 +7,6 @@ no pinned memory and waits for nothing that the schedule does not name.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from engine import checkpoint, placement
+from engine.cost import Cost, Rates, measure
 from engine.decoder import Decoder
 from engine.executor import Executor
 from engine.host import MASTERS, HostSpec, HostStore
@@ -24,8 +24,9 @@ from engine.layout import pack
 from engine.optimizer import AdamW
 from engine.plan import Plan, device_bytes
 from engine.recipe import Batch, Recipe
-from engine.schedule import LANES, Pipeline
+from engine.schedule import LANES, Pipeline, build
 from engine.streams import CudaLanes, Lanes, TwinLanes
+from engine.timeline import Timeline, simulate
 
 HOST_OVERHEAD = 2 * 10**9
 """Bytes of host memory that a process with torch and a CUDA context holds before any model."""
@@ -85,9 +86,12 @@ class MegaTrain:
         device: torch.device | str = "cpu",
         config: EngineConfig | None = None,
         lanes: Lanes | None = None,
+        rates: Rates | None = None,
+        device_memory: int | None = None,
     ) -> None:
         """model: a skeleton, parameters on the meta device or to be overwritten; it becomes the engine's own.
 
+        rates, device_memory (bytes): of a machine that is not here, to plan and predict with; None asks this one.
         Raises ValueError where the model, the dtype or an option is not supported.
         """
         if dtype not in (torch.bfloat16, torch.float32):
@@ -95,6 +99,7 @@ class MegaTrain:
         self.config, self.recipe, self.dtype = config or EngineConfig(), recipe, dtype
         self.device = _with_index(torch.device(device))
         self.shape = (num_micro_batches, micro_batch_size, seq_len)
+        self._lanes, self._rates, self._device_memory = lanes, rates, device_memory
         self._decoder = Decoder(model)
         self._model_config = model.config
         self.pipeline = Pipeline(
@@ -112,7 +117,6 @@ class MegaTrain:
         self._layouts = [pack(block.items()) for block in self._decoder.blocks]
         self.pipeline = self._placed()
         self._host = self._host_spec(self.pipeline)
-        self._lanes = lanes
         self._store: HostStore | None = None
         self._executor: Executor | None = None
         self._next_step = 0
@@ -134,12 +138,38 @@ class MegaTrain:
             return replace(p, device_blocks=max(0, p.device_blocks), kept_layers=max(0, p.kept_layers))
         return placement.choose(
             p,
-            self._layouts,
-            math.prod(self.shape),
-            placement.measure(self.device, self._num_threads),
-            budget=int(torch.cuda.mem_get_info(self.device)[1] * placement.USABLE),
+            budget=int(self._device_total * placement.USABLE),
             device_bytes=lambda candidate: sum(self._device_plan(candidate).values()),
+            step_s=lambda candidate: self._predicted(candidate).step_s,
         )
+
+    @property
+    def _device_total(self) -> int:
+        return self._device_memory or int(torch.cuda.mem_get_info(self.device)[1])
+
+    @property
+    def rates(self) -> Rates:
+        """What this machine does in a second, probed once, or as given."""
+        if self._rates is None:
+            self._rates = measure(self.device, self._num_threads)
+        return self._rates
+
+    def _predicted(self, pipeline: Pipeline) -> Timeline:
+        cost = Cost.of(
+            self._model_config,
+            pipeline=pipeline,
+            layouts=self._layouts,
+            shape=self.shape,
+            itemsize=self.dtype.itemsize,
+            loss_chunk=self.config.loss_chunk,
+            compiled=self.config.compile,
+            rates=self.rates,
+        )
+        return simulate(build(pipeline), cost.seconds)
+
+    def predict(self) -> Timeline:
+        """One steady step as the schedule and the machine's rates (`rates`) have it; allocates nothing that stays."""
+        return self._predicted(self.pipeline)
 
     @property
     def _num_threads(self) -> int:
@@ -269,6 +299,6 @@ class MegaTrain:
 
 def _with_index(device: torch.device) -> torch.device:
     """`cuda` as the current `cuda:N`, which a worker thread must be given by number."""
-    if device.type == "cuda" and device.index is None:
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return device

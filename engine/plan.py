@@ -35,6 +35,32 @@ class Plan:
         return sum(self.host.values())
 
 
+@dataclass(frozen=True, kw_only=True)
+class Widths:
+    """Values a token of each part of a decoder layer and of the logits."""
+
+    hidden: int
+    inner: int
+    """Of the MLP."""
+    queries: int
+    keys: int
+    """Of the keys; the values have as many."""
+    vocab: int
+
+    @classmethod
+    def of(cls, config: Any) -> Widths:
+        """From a transformers config."""
+        heads: int = config.num_attention_heads
+        width: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return cls(
+            hidden=config.hidden_size,
+            inner=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            queries=heads * width,
+            keys=(getattr(config, "num_key_value_heads", None) or heads) * width,
+            vocab=config.vocab_size,
+        )
+
+
 def layer_activation_bytes(config: Any, tokens: int, itemsize: int, *, backward: bool = True, compiled: bool = False) -> int:
     """Bytes that one decoder layer's graph holds and, where `backward`, the largest temporaries of its backward.
 
@@ -45,15 +71,11 @@ def layer_activation_bytes(config: Any, tokens: int, itemsize: int, *, backward:
     torch.compile was seen to keep (3B and 7B shapes, within 5%): gate, up and product; queries, keys, values and the
     attention's output; three values of the hidden width.
     """
-    hidden: int = config.hidden_size
-    inner: int = getattr(config, "intermediate_size", None) or 4 * hidden
-    heads: int = config.num_attention_heads
-    width: int = getattr(config, "head_dim", None) or hidden // heads
-    queries, keys = heads * width, (getattr(config, "num_key_value_heads", None) or heads) * width
-    kept = 2 * (4 + 2 * itemsize) * hidden + itemsize * (4 * queries + 5 * keys + 4 * inner)
+    w = Widths.of(config)
+    kept = 2 * (4 + 2 * itemsize) * w.hidden + itemsize * (4 * w.queries + 5 * w.keys + 4 * w.inner)
     if compiled:
-        kept = itemsize * (3 * inner + 2 * queries + 2 * keys + 3 * hidden)
-    return tokens * (kept + backward * itemsize * (3 * inner + 2 * hidden))
+        kept = itemsize * (3 * w.inner + 2 * w.queries + 2 * w.keys + 3 * w.hidden)
+    return tokens * (kept + backward * itemsize * (3 * w.inner + 2 * w.hidden))
 
 
 def logits_bytes(vocab_size: int, tokens: int, itemsize: int) -> int:

@@ -3,10 +3,12 @@
 //
 // Arithmetic is plain IEEE fp32, one operation after another without contraction, so that the torch
 // fallback in optimizer.py gives the same bits. Memory-bound: 2+2+4+4 bytes read and 2+2+4+4 written per
-// parameter with the split master (plus the 2-byte gradient read).
+// parameter with the split master (plus the 2-byte gradient read); `python -m sweeps.ceilings` measures how
+// close to the memory it comes.
 //
 // Split master: the 32 bits of the fp32 master are (weight << 16) + remainder with a signed remainder, so
 // the bf16 weight is the master rounded to nearest and both together are the master exactly.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -16,7 +18,8 @@
 #else
 #define CLONES
 #endif
-#define INLINE static inline __attribute__((always_inline))
+#define INLINED __attribute__((always_inline))
+#define INLINE static inline INLINED
 
 struct Hyper {
   float decay;        // 1 - lr * weight_decay
@@ -73,25 +76,42 @@ INLINE void plain_loop(int64_t begin, int64_t end, float *__restrict p, float *_
   for (int64_t i = begin; i < end; ++i) p[i] = update(p[i], gradient(g, i), m[i], v[i], h);
 }
 
-// The clones must be the innermost functions: OpenMP outlines its region, and GCC does not clone that.
-CLONES void split_b(int64_t b, int64_t e, uint16_t *w, int16_t *r, float *m, float *v, const uint16_t *g, const Hyper &h) {
-  split_loop(b, e, w, r, m, v, g, h);
-}
-CLONES void master_b(int64_t b, int64_t e, uint16_t *w, float *p, float *m, float *v, const uint16_t *g, const Hyper &h) {
-  master_loop(b, e, w, p, m, v, g, h);
-}
-CLONES void plain_f(int64_t b, int64_t e, float *p, float *m, float *v, const float *g, const Hyper &h) {
-  plain_loop(b, e, p, m, v, g, h);
+constexpr int64_t BLOCK = 64;           // elements: whole cache lines of every array
+constexpr int64_t AHEAD = 4 * BLOCK;    // how far before its use a block is asked for
+constexpr int64_t CHUNK = 1024 * BLOCK; // the most that a thread takes at a time
+
+template <typename T> INLINE void prefetch(const T *block) {
+  for (size_t line = 0; line < BLOCK * sizeof(T) / 64; ++line)
+    __builtin_prefetch(reinterpret_cast<const char *>(block) + 64 * line);
 }
 
-// Contiguous runs, one a thread, cut at whole cache lines; a team of `threads`.
-template <typename Work> static void in_parallel(int64_t n, int threads, Work work) {
-  int64_t lines = (n + 63) / 64;
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (int t = 0; t < threads; ++t) {
-    int64_t begin = lines * t / threads * 64, end = lines * (t + 1) / threads * 64;
-    if (begin < n) work(begin, end < n ? end : n);
+// Every block while those that follow it are on their way: five arrays are more than the hardware prefetcher keeps
+// busy by itself. Asking for an address behind the end of an array is harmless.
+template <typename Work, typename... T> INLINE void blockwise(int64_t begin, int64_t end, Work work, const T *...arrays) {
+  for (; begin < end; begin += BLOCK) {
+    (prefetch(arrays + begin + AHEAD), ...);
+    if (end - begin >= BLOCK) work(begin, begin + BLOCK);  // a constant length: no scalar rest
+    else work(begin, end);
   }
+}
+
+// The clones must be the innermost functions: OpenMP outlines its region, and GCC does not clone that.
+CLONES void split_b(int64_t b, int64_t e, uint16_t *w, int16_t *r, float *m, float *v, const uint16_t *g, const Hyper &h) {
+  blockwise(b, e, [=, &h](int64_t i, int64_t j) INLINED { split_loop(i, j, w, r, m, v, g, h); }, w, r, m, v, g);
+}
+CLONES void master_b(int64_t b, int64_t e, uint16_t *w, float *p, float *m, float *v, const uint16_t *g, const Hyper &h) {
+  blockwise(b, e, [=, &h](int64_t i, int64_t j) INLINED { master_loop(i, j, w, p, m, v, g, h); }, w, p, m, v, g);
+}
+CLONES void plain_f(int64_t b, int64_t e, float *p, float *m, float *v, const float *g, const Hyper &h) {
+  blockwise(b, e, [=, &h](int64_t i, int64_t j) INLINED { plain_loop(i, j, p, m, v, g, h); }, p, m, v, g);
+}
+
+// A team of `threads`; each takes the next run of whole blocks when it is done with its last, so that a thread that
+// lost its core for a while holds up nobody.
+template <typename Work> static void in_parallel(int64_t n, int threads, Work work) {
+  const int64_t run = std::min(CHUNK, (n / threads / BLOCK + 1) * BLOCK);
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+  for (int64_t begin = 0; begin < n; begin += run) work(begin, std::min(begin + run, n));
 }
 
 extern "C" {

@@ -1,22 +1,42 @@
-"""The cost model that fills device memory: limits, monotony, and the choice against brute force."""
+"""What is put into free device memory: costs of operations, the simulated step, and the choice against brute force."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
+from engine.cost import Cost, Rates
 from engine.layout import Layout, pack
-from engine.placement import AUTO, Rates, choose, predicted_s
-from engine.schedule import Pipeline
+from engine.placement import AUTO, EQUAL, choose
+from engine.plan import Widths
+from engine.schedule import Op, Pipeline, build
+from engine.timeline import Interval, last_step, simulate
+
+NUMEL, TOKENS = 1 << 20, 100
+WIDTHS = Widths(hidden=1, inner=1, queries=0, keys=0, vocab=1)
+RATES = Rates(
+    matmul_flops=2 * NUMEL * TOKENS / 0.01 / 0.66, adamw_params=NUMEL / 0.02, h2d_bytes=1e15, d2h_bytes=1e15, device_bytes=1e15
+)
+"""10 ms a layer's forward, 20 ms a block's update; transfers and the rest take next to nothing."""
+PIPELINE = Pipeline(num_layers=8)
 
 
 def layouts(num_layers: int = 8) -> list[Layout]:
-    return [pack([("weight", torch.Size((1 << 20,)))]) for _ in range(num_layers + 2)]
+    return [pack([("weight", torch.Size((NUMEL,)))]) for _ in range(num_layers + 2)]
 
 
-PIPELINE = Pipeline(num_layers=8)
-RATES = Rates(layer_flops=2 * (1 << 20) * 100 / 0.01, adamw_params=(1 << 20) / 0.02)
-"""At 100 tokens: 10 ms a layer's forward, 20 ms a block's update."""
+def step_s(pipeline: Pipeline, rates: Rates = RATES, *, compiled: bool = False) -> float:
+    cost = Cost(
+        pipeline=pipeline,
+        layouts=layouts(pipeline.num_layers),
+        widths=WIDTHS,
+        shape=(1, 1, TOKENS),
+        itemsize=2,
+        loss_chunk=TOKENS,
+        compiled=compiled,
+        rates=rates,
+    )
+    return simulate(build(pipeline), cost.seconds).step_s
 
 
 def bytes_of(pipeline: Pipeline) -> int:
@@ -24,37 +44,82 @@ def bytes_of(pipeline: Pipeline) -> int:
 
 
 def test_everything_on_the_host_waits_for_updates_and_recomputes():
-    # The head is updated last, after 10 x 20 ms; the forward alone takes 80 ms; 80 ms of recomputation.
-    assert predicted_s(PIPELINE, layouts(), 100, RATES) == pytest.approx(0.200 - 0.080 + 0.080)
+    # 80 ms forward; the head's update ends after 10 x 20 ms, and its forward waits for it; then 8 x (10 + 20) ms backward.
+    assert step_s(PIPELINE) == pytest.approx(0.200 + 0.240, rel=1e-3)
 
 
-def test_everything_on_the_device_costs_nothing():
-    everything = replace(PIPELINE, device_blocks=10, kept_layers=8)
-    assert predicted_s(everything, layouts(), 100, RATES) == pytest.approx(0)
+def test_everything_on_the_device_is_forward_and_backward_alone():
+    assert step_s(replace(PIPELINE, device_blocks=10, kept_layers=8)) == pytest.approx(0.080 + 0.160, rel=1e-3)
 
 
-def test_without_clipping_the_forward_waits_for_nothing():
-    assert predicted_s(replace(PIPELINE, clip=False), layouts(), 100, RATES) == pytest.approx(0.080)
+def test_without_clipping_updates_run_beside_the_backward():
+    # The last gradients are those of layer 1 and embed; their updates, 20 ms each, are what the next forward waits for.
+    assert step_s(replace(PIPELINE, clip=False)) == pytest.approx(0.080 + 0.240 + 0.040, rel=1e-3)
+
+
+def test_a_slow_link_bounds_the_step():
+    loaded = 2 * NUMEL / 0.05  # 50 ms a layer each way
+    slow = replace(RATES, h2d_bytes=loaded, d2h_bytes=loaded)
+    # Every layer is loaded twice, embed and head once; then layer 1's backward, two stores, and embed's update.
+    assert step_s(PIPELINE, slow) == pytest.approx(18 * 0.050 + 0.030 + 2 * 0.050 + 0.020, rel=1e-3)
+
+
+def test_compiled_layers_leave_out_what_no_gradient_needs():
+    cost = Cost(
+        pipeline=PIPELINE,
+        layouts=layouts(),
+        widths=replace(WIDTHS, hidden=1 << 9, inner=1 << 10),
+        shape=(1, 1, TOKENS),
+        itemsize=2,
+        loss_chunk=TOKENS,
+        compiled=True,
+        rates=RATES,
+    )
+    forward, kept, backward = (
+        cost.seconds(Op(kind="compute", phase=phase, block=1, lane="compute")) for phase in ("forward", "backward_kept", "backward")
+    )
+    assert backward == pytest.approx(kept + forward / 2)  # the last product is half of this layer
 
 
 @pytest.mark.parametrize("budget", [0, 13, 14, 40, 60, 100, 179, 180, 10**6])
 def test_the_choice_is_the_best_that_fits(budget):
     auto = replace(PIPELINE, device_blocks=AUTO, kept_layers=AUTO)
-    chosen = choose(auto, layouts(), 100, RATES, budget=budget, device_bytes=bytes_of)
+    chosen = choose(auto, budget=budget, device_bytes=bytes_of, step_s=step_s)
     assert bytes_of(chosen) <= budget
-    for device_blocks in range(11):
-        for kept in range(9):
-            other = replace(PIPELINE, device_blocks=device_blocks, kept_layers=kept)
-            if bytes_of(other) <= budget:
-                assert predicted_s(chosen, layouts(), 100, RATES) <= predicted_s(other, layouts(), 100, RATES) + 1e-12
+    fitting = [
+        other
+        for device_blocks in range(11)
+        for kept in range(9)
+        if bytes_of(other := replace(PIPELINE, device_blocks=device_blocks, kept_layers=kept)) <= budget
+    ]
+    assert step_s(chosen) <= (1 + EQUAL) * min(map(step_s, fitting))
 
 
 def test_a_number_given_is_kept():
-    chosen = choose(replace(PIPELINE, kept_layers=AUTO, device_blocks=2), layouts(), 100, RATES, budget=50, device_bytes=bytes_of)
+    auto = replace(PIPELINE, kept_layers=AUTO, device_blocks=2)
+    chosen = choose(auto, budget=50, device_bytes=bytes_of, step_s=step_s)
     assert (chosen.device_blocks, chosen.kept_layers) == (2, 4)
 
 
 def test_nothing_fits_is_the_smallest_for_plan_to_refuse():
     auto = replace(PIPELINE, device_blocks=AUTO, kept_layers=AUTO)
-    chosen = choose(auto, layouts(), 100, RATES, budget=-1, device_bytes=bytes_of)
+    chosen = choose(auto, budget=-1, device_bytes=bytes_of, step_s=step_s)
     assert (chosen.device_blocks, chosen.kept_layers) == (0, 0)
+
+
+def test_a_timeline_is_the_last_whole_step_and_knows_what_is_hidden():
+    intervals = [
+        Interval(lane="compute", label="compute embed 0", start_s=0.0, end_s=1.0),
+        Interval(lane="cpu", label="step 1", start_s=9.5, end_s=12.5),
+        Interval(lane="compute", label="compute embed 0", start_s=10.0, end_s=11.0),
+        Interval(lane="h2d", label="load 1", start_s=10.0, end_s=10.5),
+        Interval(lane="compute", label="compute embed 0", start_s=13.0, end_s=14.0),
+    ]
+    timeline = last_step(intervals)
+    assert timeline.step_s == pytest.approx(3.0)
+    assert timeline.busy_s("cpu") == pytest.approx(2.5)  # what began in the step before is cut off
+    assert timeline.hidden_share("cpu") == pytest.approx(1 / 2.5)
+    assert timeline.hidden_share("h2d") == pytest.approx(1.0)
+    assert timeline.hidden_share("d2h") is None
+    with pytest.raises(ValueError, match="record more steps"):
+        last_step(intervals[:1])

@@ -1,0 +1,156 @@
+"""Seconds of each operation of a schedule, from the machine's rates: what placement and predictions are made of.
+
+A roofline: matrix products at a share of the rate of one large product, everything else at memory or link bandwidth.
+Invariant: nothing here knows an order; `timeline` puts the seconds on the lanes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.head import num_chunks
+from engine.layout import Layout
+from engine.optimizer import AdamW, BlockState
+from engine.plan import Widths
+from engine.recipe import Recipe
+from engine.schedule import Op, Pipeline
+
+LAYER_EFFICIENCY = {True: 0.78, False: 0.66}
+"""Compiled or not -> rate of a decoder layer over that of one large matrix product: 7B and 14B shapes, 32,768 tokens, one H200."""
+LOGIT_BYTES = {True: 16, False: 44}
+"""Compiled or not -> bytes of device memory that a token's loss, forward and backward, moves for each entry of the vocabulary."""
+FINISH_BYTES = 6
+"""Bytes a parameter to leave a gradient in its slab and take its norm: bf16 read and write, read."""
+UPDATE_BYTES = 28
+"""Bytes a parameter of AdamW with the split master: 26 read and written, and the gradient's read."""
+PROBE_NUMEL = 1 << 26
+PROBE_SIZE = 8192
+PROBE_BYTES = 1 << 28
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What a machine does in a second."""
+
+    matmul_flops: float
+    """Floating-point operations of a large bf16 matrix product on the device."""
+    adamw_params: float
+    """Parameters that the CPU's AdamW updates."""
+    h2d_bytes: float
+    """Bytes from pinned host memory to the device."""
+    d2h_bytes: float
+    """Bytes from the device to pinned host memory."""
+    device_bytes: float
+    """Bytes of device memory read and written."""
+
+
+def measure(device: torch.device, num_threads: int) -> Rates:
+    """Probe the rates of this machine; a second or two, 2.5 GiB of device and 2 GiB of host memory for that time."""
+    a = torch.randn(PROBE_SIZE, PROBE_SIZE, dtype=torch.bfloat16, device=device)
+    host = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
+    here, there = (torch.empty(PROBE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+
+    def synchronized(work: Callable[[], object]) -> float:
+        def all_of_it() -> None:
+            work()
+            torch.cuda.synchronize(device)
+
+        return _fastest(all_of_it)
+
+    weight, gradient = (torch.zeros(PROBE_NUMEL, dtype=torch.bfloat16) for _ in range(2))
+    extra, moments = torch.zeros(PROBE_NUMEL, dtype=torch.int16), [torch.zeros(PROBE_NUMEL) for _ in range(2)]
+    state = BlockState(weight=weight, extra=extra, exp_avg=moments[0], exp_avg_sq=moments[1])
+    optimizer = AdamW(Recipe(), num_threads=num_threads)
+    return Rates(
+        matmul_flops=2 * PROBE_SIZE**3 / synchronized(lambda: torch.matmul(a, a)),
+        adamw_params=PROBE_NUMEL / _fastest(lambda: optimizer.step(state, gradient, step=0, scale=1.0)),
+        h2d_bytes=PROBE_BYTES / synchronized(lambda: here.copy_(host, non_blocking=True)),
+        d2h_bytes=PROBE_BYTES / synchronized(lambda: host.copy_(here, non_blocking=True)),
+        device_bytes=2 * PROBE_BYTES / synchronized(lambda: there.copy_(here)),
+    )
+
+
+def _fastest(work: Callable[[], object]) -> float:
+    times = []
+    for _ in range(4):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return min(times[1:])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Seconds of a pipeline's operations for one model, shape and machine."""
+
+    pipeline: Pipeline
+    layouts: Sequence[Layout]
+    widths: Widths
+    shape: tuple[int, int, int]
+    """(number of micro-batches, rows, seq_len)."""
+    itemsize: int
+    """Bytes of a weight and of a gradient."""
+    loss_chunk: int
+    compiled: bool
+    rates: Rates
+
+    @classmethod
+    def of(cls, config: Any, **fields: Any) -> Cost:
+        """With the widths of a transformers config."""
+        return cls(widths=Widths.of(config), **fields)
+
+    @property
+    def tokens(self) -> int:
+        """Of one step."""
+        micro_batches, rows, seq_len = self.shape
+        return micro_batches * rows * seq_len
+
+    def seconds(self, op: Op) -> float:
+        """How long the operation keeps its lane busy."""
+        numel = self.layouts[op.block].numel
+        if op.kind == "load":
+            return numel * self.itemsize / self.rates.h2d_bytes
+        if op.kind == "store":
+            return numel * self.itemsize / self.rates.d2h_bytes
+        if op.kind == "compute":
+            return self._compute(op.phase, self.layouts[op.block].num_params)
+        if op.kind == "step":
+            return self._moved(UPDATE_BYTES * numel) if op.phase == "device_step" else numel / self.rates.adamw_params
+        return 0.0
+
+    def _compute(self, phase: str, num_params: int) -> float:
+        forward = self._products(2 * num_params + self._attention_flops)
+        backward = self._products(4 * num_params + 2.5 * self._attention_flops) + self._moved(FINISH_BYTES * num_params)
+        if phase in ("forward", "forward_kept", "recompute"):
+            return forward
+        if phase == "backward_kept":
+            return backward
+        if phase == "backward":
+            dead = 2 * self.widths.inner * self.widths.hidden if self.compiled else 0
+            return backward + forward - self._products(dead)
+        if phase == "tail":
+            return self._tail()
+        embedding = 2 * self.itemsize * self.widths.hidden * self.tokens
+        return self._moved(embedding + (phase == "embed_backward") * FINISH_BYTES * num_params)
+
+    @property
+    def _attention_flops(self) -> float:
+        """Forward operations a token of causal attention, both products; a sliding window would have fewer."""
+        return 2 * self.widths.queries * self.shape[2]
+
+    def _tail(self) -> float:
+        micro_batches, rows, seq_len = self.shape
+        head = self.widths.vocab * self.widths.hidden
+        sums = num_chunks(rows, seq_len, self.loss_chunk) * micro_batches * 10 * head  # bf16 contribution into an fp32 sum
+        return self._products(6 * head) + self._moved(LOGIT_BYTES[self.compiled] * self.widths.vocab * self.tokens + sums)
+
+    def _products(self, flops_per_token: float) -> float:
+        return flops_per_token * self.tokens / (self.rates.matmul_flops * LAYER_EFFICIENCY[self.compiled])
+
+    def _moved(self, num_bytes: float) -> float:
+        return num_bytes / self.rates.device_bytes
