@@ -3,7 +3,8 @@
 The names below are all that another room may import; torch is the only dependency.
 """
 
-from engine.engine import EngineConfig, MegaTrain
+from engine.config import EngineConfig
+from engine.engine import MegaTrain
 from engine.optimizer import cache_directory, clip_scale
 from engine.plan import Plan, layer_activation_bytes, logits_bytes
 from engine.recipe import IGNORE_INDEX, Batch, NonFiniteLossError, Recipe

@@ -16,9 +16,10 @@ import torch
 from engine.head import num_chunks
 from engine.layout import Layout
 from engine.optimizer import AdamW, BlockState
+from engine.pipeline import Pipeline
 from engine.plan import Widths
 from engine.recipe import Recipe
-from engine.schedule import Op, Pipeline
+from engine.schedule import Op
 
 LAYER_EFFICIENCY = {True: 0.78, False: 0.66}
 """Compiled or not -> rate of a decoder layer over that of one large matrix product: 7B and 14B shapes, 32,768 tokens, one H200."""

@@ -8,67 +8,30 @@ no pinned memory and waits for nothing that the schedule does not name.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from engine import checkpoint, placement
+from engine.config import EngineConfig
 from engine.cost import Cost, Rates, measure
 from engine.decoder import Decoder
 from engine.executor import Executor
-from engine.host import MASTERS, HostSpec, HostStore
+from engine.host import HostSpec, HostStore
 from engine.layout import pack
 from engine.optimizer import AdamW
+from engine.pipeline import LANES, Pipeline
 from engine.plan import Plan, device_bytes
 from engine.recipe import Batch, Recipe
-from engine.schedule import LANES, Pipeline, build
+from engine.schedule import build
 from engine.streams import CudaLanes, Lanes, TwinLanes
-from engine.timeline import Timeline, simulate
+from engine.timeline import Timeline, last_step, simulate
 
 HOST_OVERHEAD = 2 * 10**9
 """Bytes of host memory that a process with torch and a CUDA context holds before any model."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """The engine's own knobs, the `system` config group."""
-
-    depth: int = 2
-    """Device slots for layer weights and slabs for layer gradients: 1 serial, 2 double-buffered, more to ride out jitter."""
-    streams: int = 3
-    """CUDA streams: 1 all work in order, 2 compute and copies, 3 compute, loads and stores."""
-    checkpoint_interval: int = 1
-    """Keep every K-th layer's input; 1 recomputes each layer once, more saves memory for one extra forward."""
-    gradient_slabs: int = 0
-    """Pinned host gradient slabs that the layers share; 0 gives every layer its own."""
-    device_optimizer: int = 0
-    """First blocks (embedding, then layers) whose weights and optimizer state stay on the device; -1: `placement` chooses."""
-    keep_activations: int = 0
-    """Last layers whose activations stay on the device instead of being recomputed; -1: `placement` chooses."""
-    compile: bool = False
-    """Compile each layer configuration, and the loss, once with torch.compile."""
-    loss_chunk: int = 4096
-    """Tokens whose logits are alive at a time."""
-    master: str = "split"
-    """fp32 master of a bfloat16 run: split (bf16 weight + int16 remainder, exact) or fp32 (apart)."""
-    num_threads: int = 0
-    """CPU threads of the optimizer; 0 takes all cores but two."""
-    poison: bool = False
-    """Fill freed slots with NaN, to find reads after a slot was given up."""
-
-    def __post_init__(self) -> None:
-        at_least_one, or_auto = ("depth", "checkpoint_interval", "loss_chunk"), ("device_optimizer", "keep_activations")
-        for name in (*at_least_one, *or_auto, "gradient_slabs", "num_threads"):
-            value, least = getattr(self, name), int(name in at_least_one) - int(name in or_auto)
-            if type(value) is not int or value < least:
-                raise ValueError(f"system.{name}: got {value!r}, allowed an integer >= {least}; set system.{name}={max(least, 1)}")
-        if self.streams not in LANES:
-            raise ValueError(f"system.streams: got {self.streams!r}, allowed 1, 2 or 3; 3 overlaps the most")
-        if self.master not in MASTERS:
-            raise ValueError(f"system.master: got {self.master!r}, allowed {', '.join(MASTERS)}; split holds the fewest bytes")
 
 
 class MegaTrain:
@@ -111,6 +74,7 @@ class MegaTrain:
             device_blocks=self.config.device_optimizer,
             kept_layers=self.config.keep_activations,
             clip=recipe.clip_norm > 0,
+            overlap=self.config.optimizer_overlap,
             poison=self.config.poison,
         )
         self._check_placement()
@@ -167,6 +131,16 @@ class MegaTrain:
         )
         return simulate(build(pipeline), cost.seconds)
 
+    def record(self, batches: Sequence[Batch]) -> Timeline:
+        """Train on `batches`, two or more, and return the last whole step as it ran. Timing marks slow it a little."""
+        _, _, lanes = self._ready()
+        lanes.drain()
+        lanes.start_recording()
+        for batch in batches:
+            self.train_step(batch)
+        lanes.drain()
+        return last_step(lanes.recorded())
+
     def predict(self) -> Timeline:
         """One steady step as the schedule and the machine's rates (`rates`) have it; allocates nothing that stays."""
         return self._predicted(self.pipeline)
@@ -187,7 +161,7 @@ class MegaTrain:
             dtype=self.dtype,
             master=self.config.master,
             slabs=slabs,
-            kept=shared if p.clip else (),
+            kept=shared if p.deferred else (),
             on_device=p.device_blocks,
         )
 

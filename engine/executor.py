@@ -20,10 +20,12 @@ from engine.head import loss_and_gradients, num_chunks, summed_cross_entropy
 from engine.host import HostStore
 from engine.layout import Layout
 from engine.optimizer import AdamW, clip_scale
+from engine.pipeline import Pipeline
 from engine.recipe import Batch, NonFiniteLossError
-from engine.schedule import Op, Pipeline, build
+from engine.schedule import Op, build
 from engine.slots import Gradients, Slots, leaves
 from engine.streams import Lanes, Ticket
+from engine.timeline import label_of
 
 
 @dataclass(kw_only=True)
@@ -67,7 +69,7 @@ class Executor:
             template.compile()
         self.ops = build(pipeline)
         self.counters = dict.fromkeys(("h2d_bytes", "d2h_bytes", "recompute_flops", "optimizer_s"), 0.0)
-        self._labels = [f"{op.kind} {op.phase} {op.block}" for op in self.ops]
+        self._labels = [label_of(op) for op in self.ops]
         self._tickets: tuple[list[Ticket], list[Ticket]] = ([], [])
         self._allocate(store.spec.dtype, *micro_batch)
 

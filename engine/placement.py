@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from engine.schedule import Pipeline
+from engine.pipeline import Pipeline
 
 AUTO = -1
 """Option value that leaves the choice to this module."""

@@ -14,7 +14,7 @@ import torch
 
 from engine.head import num_chunks
 from engine.layout import Layout
-from engine.schedule import Pipeline
+from engine.pipeline import Pipeline
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,75 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from engine.pipeline import COMPUTE, CPU, D2H, H2D, LANES, Pipeline
 from engine.waits import derive
 
-COMPUTE, H2D, D2H, CPU = "compute", "h2d", "d2h", "cpu"
-LANES = {
-    1: {COMPUTE: COMPUTE, H2D: COMPUTE, D2H: COMPUTE, CPU: CPU},
-    2: {COMPUTE: COMPUTE, H2D: "copy", D2H: "copy", CPU: CPU},
-    3: {COMPUTE: COMPUTE, H2D: H2D, D2H: D2H, CPU: CPU},
-}
-"""Number of CUDA streams -> the lane that each kind of work runs on; the CPU worker is always its own lane."""
 GRADIENT_PHASES = ("tail", "backward", "backward_kept", "embed_backward")
 """Computations that leave a block's gradients behind."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pipeline:
-    """What a schedule is made from."""
-
-    num_layers: int
-    depth: int = 2
-    """Device weight slots, and device gradient slabs, for decoder layers."""
-    streams: int = 3
-    """CUDA streams: 1 serial, 2 compute and copy, 3 compute, H2D and D2H."""
-    checkpoint_interval: int = 1
-    """K: every K-th layer's input is kept; the others are recomputed from it in the backward."""
-    gradient_slabs: int = 0
-    """Pinned host gradient slabs that the layers share; 0, or as many as layers, gives every layer its own."""
-    device_blocks: int = 0
-    """First blocks (embed is the first) whose weights and optimizer state live on the device: neither loaded nor stored."""
-    kept_layers: int = 0
-    """Last layers whose activations stay on the device: loaded once, differentiated without recomputation."""
-    clip: bool = True
-    """Exact global-norm clipping: no update before the whole backward is done."""
-    poison: bool = False
-    """Fill freed slots with NaN (debugging)."""
-
-    @property
-    def num_blocks(self) -> int:
-        """Embed, the layers, head."""
-        return self.num_layers + 2
-
-    @property
-    def head(self) -> int:
-        """Block index of the head; 0 is embed, 1..num_layers the layers."""
-        return self.num_layers + 1
-
-    @property
-    def pooled(self) -> bool:
-        """True where layers share host gradient slabs; embed and head always own theirs."""
-        return 0 < self.gradient_slabs < self.num_layers
-
-    def on_device(self, block: int) -> bool:
-        """True where the block's weights and optimizer state live on the device."""
-        return block < self.device_blocks
-
-    def is_layer(self, block: int) -> bool:
-        """True for decoder layers, false for embed and head."""
-        return 1 <= block <= self.num_layers
-
-    def is_kept(self, block: int) -> bool:
-        """True for a layer whose activations are kept."""
-        return self.num_layers - self.kept_layers < block <= self.num_layers
-
-    def owns_weights(self, block: int) -> bool:
-        """True where the block has device memory of its own for weights, false where it passes through the slots."""
-        return not self.is_layer(block) or self.on_device(block) or self.is_kept(block)
-
-    def owns_gradients(self, block: int) -> bool:
-        """True where the block has device memory of its own for gradients."""
-        return not self.is_layer(block) or self.on_device(block)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,10 +104,10 @@ def _loads(p: Pipeline, visits: list[tuple[str, int]], lanes: dict[str, str]) ->
         if p.on_device(block) or phase in ("embed_backward", "backward_kept"):  # there already
             yield None
         elif not p.owns_weights(block):
-            yield _load(block, num_layer_loads % p.depth, lanes)
+            yield _load(p, block, num_layer_loads % p.depth, lanes)
             num_layer_loads += 1
         else:
-            yield _load(block, -1, lanes)
+            yield _load(p, block, -1, lanes)
 
 
 def _weights(block: int, slot: int) -> str:
@@ -182,19 +118,26 @@ def _gradients(block: int, slab: int) -> str:
     return f"slab {slab}" if slab >= 0 else f"device gradients {block}"
 
 
-def _load(block: int, slot: int, lanes: dict[str, str]) -> Op:
+def _after_updates(p: Pipeline) -> set[str]:
+    """What the first operations of a step read where it must not begin before every update of the last one is done."""
+    return set() if p.overlap else {"updates"}
+
+
+def _load(p: Pipeline, block: int, slot: int, lanes: dict[str, str]) -> Op:
     return Op(
         kind="load",
         block=block,
         slot=slot,
         lane=lanes[H2D],
-        reads=frozenset({f"host weights {block}"}),
+        reads=frozenset({f"host weights {block}"} | _after_updates(p)),
         writes=frozenset({_weights(block, slot)}),
     )
 
 
 def _compute(p: Pipeline, phase: str, block: int, slot: int, slab: int, lanes: dict[str, str]) -> Op:
     reads, writes = {_weights(block, slot)}, set()
+    if phase == "embed":
+        reads |= _after_updates(p)
     if phase == "tail":
         reads.add("device weights 0")  # tied embeddings
         writes.add(f"device gradients {block}")
@@ -215,12 +158,12 @@ def _compute(p: Pipeline, phase: str, block: int, slot: int, slab: int, lanes: d
 
 
 def _finish(p: Pipeline, slabs: _Slabs, lanes: dict[str, str]) -> Iterator[Op]:
-    """With clipping: the scale, then the updates in the order in which the next forward needs them."""
+    """The clipping scale, and the updates that waited for it, in the order in which the next forward needs them."""
     if p.clip:
         yield Op(kind="clip", block=-1, lane=lanes[COMPUTE], writes=frozenset({"verdict"}))
         yield _check()
-        for block in range(p.num_blocks):
-            yield slabs.step(block, lanes)
+    for block in range(p.num_blocks) if p.deferred else ():
+        yield slabs.step(block, lanes)
 
 
 def _check() -> Op:
@@ -244,9 +187,9 @@ class _Slabs:
         return (self.num_device - 1) % self.p.depth
 
     def store(self, block: int, slab: int, lanes: dict[str, str]) -> Iterator[Op]:
-        """Gradients out; then, without clipping, the update; with clipping and a shared slab, the copy that frees it."""
+        """Gradients out; then the update or, where it is deferred and the slab is shared, the copy that frees the slab."""
         if self.p.on_device(block):
-            if not self.p.clip:
+            if not self.p.deferred:
                 yield self.step(block, lanes)
             return
         host = self._host(block)
@@ -259,7 +202,7 @@ class _Slabs:
             reads=frozenset({_gradients(block, slab)}),
             writes=frozenset({f"host slab {host}"}),
         )
-        if not self.p.clip:
+        if not self.p.deferred:
             yield self.step(block, lanes)
         elif self._shared(block):
             yield Op(
@@ -272,7 +215,7 @@ class _Slabs:
             )
 
     def step(self, block: int, lanes: dict[str, str]) -> Op:
-        """AdamW on one block, from its slab or, with clipping and a shared slab, from where it was kept."""
+        """AdamW on one block, from its slab or, deferred and with a shared slab, from where it was kept."""
         if self.p.on_device(block):
             return Op(
                 kind="step",
@@ -282,7 +225,7 @@ class _Slabs:
                 reads=frozenset({f"device gradients {block}"}),
                 writes=frozenset({f"device weights {block}"}),
             )
-        kept = self.p.clip and self._shared(block)
+        kept = self.p.deferred and self._shared(block)
         slab = self.held[block]
         return Op(
             kind="step",
@@ -290,7 +233,7 @@ class _Slabs:
             host_slab=-1 if kept else slab,
             lane=lanes[CPU],
             reads=frozenset({f"host gradients {block}" if kept else f"host slab {slab}", "verdict"}),
-            writes=frozenset({f"host weights {block}"}),
+            writes=frozenset({f"host weights {block}"} | _after_updates(self.p)),
         )
 
     def _shared(self, block: int) -> bool:

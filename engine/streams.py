@@ -13,10 +13,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
+
+from engine.marks import Marks
+from engine.timeline import Interval
 
 COMPUTE_LANE, CPU_LANE = "compute", "cpu"
 
@@ -45,6 +49,12 @@ class Lanes(Protocol):
     def drain(self) -> None:
         """Return when all lanes are idle; re-raise the first error of the CPU lane."""
 
+    def start_recording(self) -> None:
+        """Keep begin and end of everything submitted from now on; call it when drained."""
+
+    def recorded(self) -> list[Interval]:
+        """What ran since `start_recording`, which this ends, in seconds since then; call it when drained."""
+
     def close(self) -> None:
         """Stop the worker; idempotent."""
 
@@ -57,6 +67,7 @@ class CudaLanes:
         self.waited_s = 0.0
         self._streams = {lane: self._stream(lane) for lane in lanes if lane != CPU_LANE}
         self._error: BaseException | None = None
+        self._marks: Marks | None = None
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], list[Ticket], Ticket] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = threading.Thread(target=self._work, name="cpu-lane", daemon=True)
         self._worker.start()
@@ -82,7 +93,7 @@ class CudaLanes:
             else:
                 assert wait.event is not None, f"{label} waits for {wait.label}, which signals nobody"
                 stream.wait_event(wait.event)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), self._marks.on_device(lane, label, stream) if self._marks else nullcontext():
             work()
         event = None
         if signals:
@@ -107,11 +118,22 @@ class CudaLanes:
                     if wait.event is not None:
                         wait.event.synchronize()
                 if self._error is None:
-                    work()
+                    with self._marks.on_host(CPU_LANE, ticket.label) if self._marks else nullcontext():
+                        work()
             except BaseException as error:
                 self._error = self._error or error
             finally:
                 ticket.done.set()
+
+    def start_recording(self) -> None:
+        """Mark the origin of both clocks while nothing runs."""
+        self._marks = Marks.begin(self.device)
+
+    def recorded(self) -> list[Interval]:
+        """Device lanes by the events around each operation, the CPU lane by the host's clock."""
+        marks, self._marks = self._marks, None
+        assert marks is not None, "start_recording comes first"
+        return marks.intervals()
 
     def _raise(self) -> None:
         if self._error is not None:
@@ -149,6 +171,7 @@ class TwinLanes:
     log: list[tuple[str, str, tuple[str, ...]]] = field(default_factory=list)
     """(lane, label, labels waited for) in submission order, kept where `recording`."""
     waited_s: float = 0.0
+    _intervals: list[Interval] | None = None
     _pending: dict[str, deque[tuple[Callable[[], None], list[Ticket], Ticket]]] = field(default_factory=dict)
 
     def submit(
@@ -159,7 +182,7 @@ class TwinLanes:
             self.log.append((lane, label, tuple(wait.label for wait in waits)))
         ticket = Ticket(lane=lane, label=label, done=threading.Event())
         if self.seed is None:
-            work()
+            self._run(lane, label, work)
             assert ticket.done is not None
             ticket.done.set()
         else:
@@ -178,9 +201,26 @@ class TwinLanes:
                 if not self._pending[lane] or not all(_is_done(w) for w in self._pending[lane][0][1]):
                     break
                 work, _, ticket = self._pending[lane].popleft()
-                work()
+                self._run(lane, ticket.label, work)
                 assert ticket.done is not None
                 ticket.done.set()
+
+    def _run(self, lane: str, label: str, work: Callable[[], None]) -> None:
+        start = time.perf_counter()
+        work()
+        if self._intervals is not None:
+            self._intervals.append(Interval(lane=lane, label=label, start_s=start, end_s=time.perf_counter()))
+
+    def start_recording(self) -> None:
+        """Keep intervals from now on: one after another, for the twin has one thread."""
+        self._intervals = []
+
+    def recorded(self) -> list[Interval]:
+        """What ran, by the host's clock."""
+        found, self._intervals = self._intervals, None
+        assert found, "start_recording comes first"
+        first = found[0].start_s
+        return [replace(i, start_s=i.start_s - first, end_s=i.end_s - first) for i in found]
 
     def close(self) -> None:
         """Forget what is held back."""

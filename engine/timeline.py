@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from engine.schedule import COMPUTE, Op
+from engine.pipeline import COMPUTE
+from engine.schedule import Op
 
 ROUNDS = 4
 """Steps to simulate; from the third on a step repeats the one before."""

@@ -6,6 +6,7 @@ so nothing but the system itself can synchronise; batches are made before the cl
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -108,3 +109,21 @@ def trace(system: TrainingSystem, batches: Iterator[Batch], num_steps: int, path
         system.drain()
     path.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(path))
+
+
+def record(system: Any, batches: Iterator[Batch], num_steps: int, path: Path) -> None:
+    """One steady step's work on each lane, recorded and, on a GPU, predicted: JSON for `analysis.figures.timeline`.
+
+    system: one with `record` and `predict`, the engine. Intervals are [lane, label, start in seconds, end in seconds].
+    """
+    found = {"measured": system.record([next(batches) for _ in range(max(3, num_steps))])}
+    if system.device.type == "cuda":
+        found["predicted"] = system.predict()
+    plain = {
+        kind: {"step_s": timeline.step_s, "intervals": [[i.lane, i.label, i.start_s, i.end_s] for i in timeline.intervals]}
+        for kind, timeline in found.items()
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(plain) + "\n")
+    partial.replace(path)

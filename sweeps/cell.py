@@ -71,12 +71,14 @@ def work(cell: Cell, emit: Emitter) -> None:
     except ValueError as error:
         emit("invalid", reason=" ".join(str(error).split()))
         return
-    planned = {"device": dict(plan.device), "host": dict(plan.host)}
+    planned: dict[str, Any] = {"device": dict(plan.device), "host": dict(plan.host)}
     emit("plan", plan=planned, dtypes=system.dtypes(), num_params=num_params, tokens_per_step=cell.shape.num_tokens)
     refusal = fits(plan, cell.model.name, cell.machine.device, environment.machine(cell.machine, None))
     if refusal:
         emit("failed", status="wont_fit", reason=refusal)
         return
+    if cell.machine.device == "cuda" and hasattr(system, "predict"):
+        emit("predicted", step_s=system.predict().step_s)
     emit("phase", name="setup")
     try:
         system.setup(initial_weights(spec.model, cell.seed, spec.dtype, spec.device))
@@ -90,6 +92,8 @@ def work(cell: Cell, emit: Emitter) -> None:
         )
         if cell.measure.trace:
             path = cell.output_dir / "traces" / f"{cell.hash}-{cell.system}.json"
+            if hasattr(system, "record"):
+                bench.record(system, steps, cell.measure.steps_per_window, path.with_suffix(".timeline.json"))
             bench.trace(system, steps, cell.measure.steps_per_window, path)
     finally:
         system.close()

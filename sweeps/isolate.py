@@ -142,10 +142,10 @@ def _judge(outcome: Outcome, returncode: int, timed_out_s: float | None, log: Pa
     failed = outcome.last("failed")
     if invalid:
         raise ValueError(invalid["reason"])
-    if failed:
+    if outcome.last("done"):  # measured; what failed later, a trace, costs no number
+        outcome.status, outcome.reason = "ok", f"after the measurement: {failed['reason']}" if failed else outcome.reason
+    elif failed:
         outcome.status, outcome.reason = failed["status"], failed["reason"]
-    elif outcome.last("done"):
-        outcome.status = "ok"
     elif timed_out_s is not None:
         outcome.status, outcome.reason = "timeout", f"killed after measure.timeout_s = {timed_out_s:g} s; raise it, or see {log}"
     elif returncode == -signal.SIGKILL:

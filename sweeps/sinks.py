@@ -189,6 +189,8 @@ class ConsoleSink:
         self._console.print(
             f"  ok: {row.tokens_per_s:,.0f} tokens/s, loss {row.losses[0]:.4f} to {row.losses[-1]:.4f}, {agrees} ({took})"
         )
+        if row.reason:
+            self._console.print(f"  {row.reason}", markup=False)
 
     def close(self) -> None:
         """Leave the terminal as it was."""

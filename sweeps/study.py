@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from engine import cache_directory
 from sweeps import auto, ceilings, environment
 from sweeps.check import refuse
 from sweeps.config import Cell, cell_from
@@ -110,6 +112,7 @@ def _measure(cell: Cell, log: Path, sinks: Sequence[Sink]) -> Row:
         timeout_s=cell.measure.timeout_s,
         device=device_sampler(cell.machine.device),
         on_event=tell,
+        env={"TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(cache_directory() / "inductor")},
     )
     row = row_of(cell, outcome, started_at=started_at, machine=environment.machine(cell.machine, peak))
     return compared(row, rows_of(cell.rows_path))
@@ -117,7 +120,7 @@ def _measure(cell: Cell, log: Path, sinks: Sequence[Sink]) -> Row:
 
 def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, Any]) -> Row:
     """What the cell and its watcher said, in one row. Speeds stay empty unless every window was measured."""
-    plan, done = outcome.last("plan"), outcome.last("done")
+    plan, predicted, done = outcome.last("plan"), outcome.last("predicted"), outcome.last("done")
     read = [event for event in outcome.events if event["event"] == "losses"]
     windows = [event for event in read if event["seconds"] is not None]
     measured = outcome.status == "ok"
@@ -152,7 +155,7 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
         device_bytes={kind: value for kind, value in memory.items() if value is not None},
         peak_host_bytes=outcome.peak_host_bytes,
         host_bytes=outcome.peak_host,
-        plan=dict(plan.get("plan", {})),
+        plan={**plan.get("plan", {}), **({"step_s": predicted["step_s"]} if predicted else {})},
         counters=dict(done.get("counters", {})),
         machine=machine,
         versions=environment.versions(),

@@ -33,11 +33,32 @@ def test_any_depth_streams_interval_and_slabs_give_identical_bits(models, dtype,
             streams=streams,
             checkpoint_interval=interval,
             gradient_slabs=slabs,
+            optimizer_overlap=bool(slabs) is (depth == 2),
             poison=True,
         )
         found = train(engine, micro_batches=micro_batches)
         reference = reference or found
         assert_same(found, reference)
+
+
+def test_a_serial_optimizer_without_clipping_gives_identical_bits(models):
+    recipe = replace(RECIPE, clip_norm=0.0)
+    expected = train(make_engine(models[torch.float32], recipe=recipe))
+    serial = {"optimizer_overlap": False, "gradient_slabs": 2, "poison": True}
+    assert_same(train(make_engine(models[torch.float32], recipe=recipe, lanes=TwinLanes(seed=3), **serial)), expected)
+
+
+def test_a_recorded_step_has_every_operation_of_the_schedule_and_changes_nothing(models):
+    expected = train(make_engine(models[torch.float32]), 3)
+    engine = make_engine(models[torch.float32])
+    timeline = engine.record([make_batch(step) for step in range(3)])
+    assert_same((expected[0], dict(engine.parameters())), expected)
+    labels = [interval.label for interval in timeline.intervals]
+    for label in ("compute embed 0", "compute forward 2", "compute backward 3", "compute tail 5", "load 1", "store 1", "step 0"):
+        assert label in labels, label
+    assert all(0 <= i.start_s < i.end_s <= timeline.step_s for i in timeline.intervals)
+    assert timeline.hidden_share("cpu") == 0  # the twin has one thread
+    assert 0 < timeline.busy_s("compute") < timeline.step_s
 
 
 PLACEMENTS = [

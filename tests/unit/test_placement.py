@@ -7,9 +7,10 @@ import torch
 
 from engine.cost import Cost, Rates
 from engine.layout import Layout, pack
+from engine.pipeline import Pipeline
 from engine.placement import AUTO, EQUAL, choose
 from engine.plan import Widths
-from engine.schedule import Op, Pipeline, build
+from engine.schedule import Op, build
 from engine.timeline import Interval, last_step, simulate
 
 NUMEL, TOKENS = 1 << 20, 100

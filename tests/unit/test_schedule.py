@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.schedule import Op, Pipeline, build
+from engine.pipeline import Pipeline
+from engine.schedule import Op, build
 
 COMBINATIONS = list(itertools.product(range(1, 13), range(1, 5), range(1, 4), range(1, 6)))
 
@@ -53,7 +54,8 @@ def pipelines(num_layers: int, depth: int, streams: int, interval: int) -> list[
     everything = replace(base, device_blocks=num_layers + 2, kept_layers=num_layers, clip=depth % 2 == 0)
     pooled = replace(base, gradient_slabs=2, clip=False)
     unclipped = [replace(pipeline, clip=False) for pipeline in (base, placed)]
-    return [base, replace(base, gradient_slabs=2), pooled, placed, everything, *unclipped]
+    serial = [replace(pipeline, overlap=False) for pipeline in (base, pooled, placed)]
+    return [base, replace(base, gradient_slabs=2), pooled, placed, everything, *unclipped, *serial]
 
 
 def test_every_combination_is_free_of_races():
@@ -103,6 +105,19 @@ def test_each_layer_is_loaded_once_each_way_and_stored_once_with_interval_one():
 def test_without_clipping_updates_start_in_the_backward():
     kinds = [op.kind for op in build(Pipeline(num_layers=4, clip=False))]
     assert kinds.index("step") < len(kinds) - kinds[::-1].index("compute") - 1
+
+
+@pytest.mark.parametrize("pipeline", pipelines(6, 2, 3, 2), ids=str)
+def test_a_serial_optimizer_runs_between_one_step_and_the_next(pipeline):
+    """Every update is after every backward of its step and, through lane order and waits, before any work of the next."""
+    ops = build(replace(pipeline, overlap=False))
+    unrolled, size = unroll(ops, 2), len(ops)
+    before = ancestors(unrolled)
+    updates = [i for i, op in enumerate(ops) if op.kind == "step" and op.phase != "device_step"]
+    last = max(i for i, op in enumerate(ops) if op.kind == "compute")
+    assert all(i > last for i in updates)
+    for later in range(size, 2 * size):
+        assert all(before[later] >> i & 1 for i in updates), unrolled[later][0]
 
 
 @pytest.mark.parametrize(("interval", "recomputes"), [(1, 0), (2, 3), (3, 4), (6, 5), (9, 5)])

@@ -159,6 +159,11 @@ def isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, timeout
     ("body", "status", "reason"),
     [
         ('os.write(fd, b\'{"event": "done"}\\n\')', "ok", ""),
+        (
+            'os.write(fd, b\'{"event": "done"}\\n{"event": "failed", "status": "error", "reason": "no trace"}\\n\'); sys.exit(1)',
+            "ok",
+            "after the measurement: no trace",
+        ),
         ("os.kill(os.getpid(), signal.SIGKILL)", "oom_host", "SIGKILL"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", "error", "SIGSEGV"),
         ("print('last words'); sys.exit(3)", "error", "exit 3: last words"),

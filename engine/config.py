@@ -1,0 +1,52 @@
+"""EngineConfig: the engine's own knobs, checked. Invariant: a wrong value is one line that names its config path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.host import MASTERS
+from engine.pipeline import LANES
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The engine's own knobs, the `system` config group."""
+
+    depth: int = 2
+    """Device slots for layer weights and slabs for layer gradients: 1 serial, 2 double-buffered, more to ride out jitter."""
+    streams: int = 3
+    """CUDA streams: 1 all work in order, 2 compute and copies, 3 compute, loads and stores."""
+    checkpoint_interval: int = 1
+    """Keep every K-th layer's input; 1 recomputes each layer once, more saves memory for one extra forward."""
+    gradient_slabs: int = 0
+    """Pinned host gradient slabs that the layers share; 0 gives every layer its own."""
+    device_optimizer: int = 0
+    """First blocks (embedding, then layers) whose weights and optimizer state stay on the device; -1: `placement` chooses."""
+    keep_activations: int = 0
+    """Last layers whose activations stay on the device instead of being recomputed; -1: `placement` chooses."""
+    optimizer_overlap: bool = True
+    """Update layers beside the next forward (without clipping, beside the backward too); false: between steps, serially."""
+    compile: bool = False
+    """Compile each layer configuration, and the loss, once with torch.compile."""
+    loss_chunk: int = 4096
+    """Tokens whose logits are alive at a time."""
+    master: str = "split"
+    """fp32 master of a bfloat16 run: split (bf16 weight + int16 remainder, exact) or fp32 (apart)."""
+    num_threads: int = 0
+    """CPU threads of the optimizer; 0 takes all cores but two."""
+    poison: bool = False
+    """Fill freed slots with NaN, to find reads after a slot was given up."""
+
+    def __post_init__(self) -> None:
+        at_least_one, or_auto = ("depth", "checkpoint_interval", "loss_chunk"), ("device_optimizer", "keep_activations")
+        for name in (*at_least_one, *or_auto, "gradient_slabs", "num_threads"):
+            value, least = getattr(self, name), int(name in at_least_one) - int(name in or_auto)
+            if type(value) is not int or value < least:
+                raise ValueError(f"system.{name}: got {value!r}, allowed an integer >= {least}; set system.{name}={max(least, 1)}")
+        for name in ("optimizer_overlap", "compile", "poison"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"system.{name}: got {getattr(self, name)!r}, allowed true or false; choose one of these")
+        if self.streams not in LANES:
+            raise ValueError(f"system.streams: got {self.streams!r}, allowed 1, 2 or 3; 3 overlaps the most")
+        if self.master not in MASTERS:
+            raise ValueError(f"system.master: got {self.master!r}, allowed {', '.join(MASTERS)}; split holds the fewest bytes")

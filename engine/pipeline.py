@@ -1,0 +1,81 @@
+"""Pipeline: the numbers that a schedule is made from, and where each block lives under them.
+
+Blocks are counted from 0: embed, the decoder layers, head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+COMPUTE, H2D, D2H, CPU = "compute", "h2d", "d2h", "cpu"
+LANES = {
+    1: {COMPUTE: COMPUTE, H2D: COMPUTE, D2H: COMPUTE, CPU: CPU},
+    2: {COMPUTE: COMPUTE, H2D: "copy", D2H: "copy", CPU: CPU},
+    3: {COMPUTE: COMPUTE, H2D: H2D, D2H: D2H, CPU: CPU},
+}
+"""Number of CUDA streams -> the lane that each kind of work runs on; the CPU worker is always its own lane."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """What a schedule is made from."""
+
+    num_layers: int
+    depth: int = 2
+    """Device weight slots, and device gradient slabs, for decoder layers."""
+    streams: int = 3
+    """CUDA streams: 1 serial, 2 compute and copy, 3 compute, H2D and D2H."""
+    checkpoint_interval: int = 1
+    """K: every K-th layer's input is kept; the others are recomputed from it in the backward."""
+    gradient_slabs: int = 0
+    """Pinned host gradient slabs that the layers share; 0, or as many as layers, gives every layer its own."""
+    device_blocks: int = 0
+    """First blocks (embed is the first) whose weights and optimizer state live on the device: neither loaded nor stored."""
+    kept_layers: int = 0
+    """Last layers whose activations stay on the device: loaded once, differentiated without recomputation."""
+    clip: bool = True
+    """Exact global-norm clipping: no update before the whole backward is done."""
+    overlap: bool = True
+    """Updates run beside the next forward and, without clipping, the backward; false: between one step and the next."""
+    poison: bool = False
+    """Fill freed slots with NaN (debugging)."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Embed, the layers, head."""
+        return self.num_layers + 2
+
+    @property
+    def head(self) -> int:
+        """Block index of the head; 0 is embed, 1..num_layers the layers."""
+        return self.num_layers + 1
+
+    @property
+    def pooled(self) -> bool:
+        """True where layers share host gradient slabs; embed and head always own theirs."""
+        return 0 < self.gradient_slabs < self.num_layers
+
+    @property
+    def deferred(self) -> bool:
+        """True where no update starts before the whole backward is done."""
+        return self.clip or not self.overlap
+
+    def on_device(self, block: int) -> bool:
+        """True where the block's weights and optimizer state live on the device."""
+        return block < self.device_blocks
+
+    def is_layer(self, block: int) -> bool:
+        """True for decoder layers, false for embed and head."""
+        return 1 <= block <= self.num_layers
+
+    def is_kept(self, block: int) -> bool:
+        """True for a layer whose activations are kept."""
+        return self.num_layers - self.kept_layers < block <= self.num_layers
+
+    def owns_weights(self, block: int) -> bool:
+        """True where the block has device memory of its own for weights, false where it passes through the slots."""
+        return not self.is_layer(block) or self.on_device(block) or self.is_kept(block)
+
+    def owns_gradients(self, block: int) -> bool:
+        """True where the block has device memory of its own for gradients."""
+        return not self.is_layer(block) or self.on_device(block)
