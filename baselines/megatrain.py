@@ -9,14 +9,17 @@ import dataclasses
 
 from baselines.model import build_skeleton
 from baselines.system import SystemSpec
-from engine import EngineConfig, MegaTrain
+from engine import EngineConfig, MegaTrain, Rates
 
 LABEL = "preset"
 """The option that only names the others, for rows and figures."""
 
 
-def build(spec: SystemSpec) -> MegaTrain:
-    """The engine for `spec`; ValueError for an option it does not have. Allocates nothing that grows with the model."""
+def build(spec: SystemSpec, *, rates: Rates | None = None, device_memory: int | None = None) -> MegaTrain:
+    """The engine for `spec`; ValueError for an option it does not have. Allocates nothing that grows with the model.
+
+    rates, device_memory (bytes): of a machine that is not here; None asks this one.
+    """
     allowed = [field.name for field in dataclasses.fields(EngineConfig)]
     options = {key: value for key, value in spec.options.items() if key != LABEL}
     for key, value in options.items():
@@ -31,4 +34,6 @@ def build(spec: SystemSpec) -> MegaTrain:
         dtype=spec.dtype,
         device=spec.device,
         config=EngineConfig(**options),
+        rates=rates,
+        device_memory=device_memory,
     )

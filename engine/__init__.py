@@ -4,10 +4,12 @@ The names below are all that another room may import; torch is the only dependen
 """
 
 from engine.config import EngineConfig
+from engine.cost import Rates
 from engine.engine import MegaTrain
 from engine.optimizer import cache_directory, clip_scale
 from engine.plan import Plan, layer_activation_bytes, logits_bytes
 from engine.recipe import IGNORE_INDEX, Batch, NonFiniteLossError, Recipe
+from engine.timeline import Timeline
 
 __all__ = [
     "IGNORE_INDEX",
@@ -16,7 +18,9 @@ __all__ = [
     "MegaTrain",
     "NonFiniteLossError",
     "Plan",
+    "Rates",
     "Recipe",
+    "Timeline",
     "cache_directory",
     "clip_scale",
     "layer_activation_bytes",

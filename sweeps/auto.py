@@ -32,9 +32,9 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def register() -> None:
-    """`${by_device:A,B}` in the YAML: A on the CPU, B on a GPU."""
-    OmegaConf.register_new_resolver("by_device", lambda cpu, cuda: cuda if device() == "cuda" else cpu, replace=True)
+def register(planned: str | None = None) -> None:
+    """`${by_device:A,B}` in the YAML: A on the CPU, B on a GPU, of this machine or of the `planned` one."""
+    OmegaConf.register_new_resolver("by_device", lambda cpu, cuda: cuda if (planned or device()) == "cuda" else cpu, replace=True)
 
 
 def resolve(cfg: DictConfig) -> dict[str, Any]:

@@ -1,0 +1,162 @@
+"""What a cell would need and how long a step would take, without running it: bytes by kind, placement, predicted timeline.
+
+Invariant: the bytes are those that a cell is refused by, and the timeline is the engine's own schedule at the machine's
+rates, so the picture cannot say what the engine would not do.
+
+    python -m sweeps.plan model=qwen2.5-7b system=megatrain_fast              # this machine; rates are probed on its GPU
+    python -m sweeps.plan model=qwen2.5-72b system=megatrain_fast +rates=h200_64cores      # a machine that is not here
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from baselines.megatrain import build as build_engine
+from baselines.model import count_params
+from baselines.system import SystemSpec, build
+from engine import MegaTrain, Plan, Rates, Timeline
+from sweeps import auto, environment
+from sweeps.cell import fits
+from sweeps.config import Cell, cell_from
+from sweeps.errors import USER_ERRORS, one_line
+
+WIDTH = 60
+"""Characters of a bar."""
+SHADES = " ░▒▓█"
+LANES = (("compute", "compute"), ("h2d", "load"), ("d2h", "store"), ("copy", "copies"), ("cpu", "CPU AdamW"))
+"""Lane -> what it is called, in the order in which they are drawn."""
+MEMORY = ("device_memory", "host_memory")
+"""Fields of a rates file that are sizes."""
+
+
+def compose_plan(overrides: Sequence[str]) -> tuple[Cell, Rates | None, int | None]:
+    """(cell, rates, device memory) that the command line names; None for both asks this machine. ValueError, one line."""
+    elsewhere = any(item.lstrip("+").startswith("rates=") for item in overrides)
+    auto.register("cuda" if elsewhere else None)
+    with initialize_config_dir(str(auto.CONF), version_base="1.3"):
+        plain: Any = OmegaConf.to_container(compose("config", list(overrides)), resolve=True, throw_on_missing=True)
+    given = plain.pop("rates", None)
+    if not given:
+        return cell_from(auto.resolve(OmegaConf.create(plain))), None, None
+    plain["machine"] |= {"device": "cuda"} | {
+        name: plain["machine"][name] or given[memory] for name, memory in zip(("device_bytes", "host_bytes"), MEMORY, strict=True)
+    }
+    plain["recipe"]["total_steps"] = plain["recipe"]["total_steps"] or 1
+    if plain["model"]["name"] == "auto":
+        raise ValueError("model: got 'auto', allowed the name of a model where rates are given; for example model=qwen2.5-7b")
+    rates = Rates(**{name: float(value) for name, value in given.items() if name not in (*MEMORY, "name")})
+    return cell_from(plain), rates, int(plain["machine"]["device_bytes"])
+
+
+def planned(cell: Cell, rates: Rates | None, device_memory: int | None) -> tuple[Plan, MegaTrain | None]:
+    """The plan, and the engine where the system is the engine. Allocates nothing that grows with the model."""
+    spec: SystemSpec = cell.spec()
+    if cell.system != "megatrain":
+        return build(cell.system, spec).plan(), None
+    engine = build_engine(spec, rates=rates, device_memory=device_memory)
+    return engine.plan(), engine
+
+
+def memory_lines(kinds: Mapping[str, int], has: int | None) -> list[str]:
+    """One bar a kind, the whole width being what the machine has (or, unknown, what is needed)."""
+    total = sum(kinds.values())
+    scale = max(total, has or 0, 1)
+    lines = [f"  {kind:<12} {size / 1e9:8.2f}  {'█' * round(WIDTH * size / scale)}" for kind, size in kinds.items() if size]
+    share = f" of {has / 1e9:.1f} GB, {total / has:.0%}" if has else " GB"
+    return [*lines, f"  {'total':<12} {total / 1e9:8.2f}{share}"]
+
+
+def layer_map(engine: MegaTrain) -> list[str]:
+    """One letter a block: where its weights and optimizer state live, and whether its activations are kept."""
+    p = engine.pipeline
+
+    def letter(block: int) -> str:
+        kept = p.is_kept(block)
+        return ("B" if kept else "D") if p.on_device(block) else ("K" if kept else "·")
+
+    letters = "".join(map(letter, range(p.num_blocks)))
+    return [
+        f"  {letters[0]} {letters[1:-1]} {letters[-1]}   (embed, {p.num_layers} layers, head)",
+        "  · streamed, recomputed   K activations kept   D weights and optimizer on the device   B both",
+    ]
+
+
+def timeline_lines(timeline: Timeline) -> list[str]:
+    """One row a lane: how busy it is in each sixtieth of the step, and the share hidden under the computation."""
+    lines = []
+    for lane, name in LANES:
+        busy = timeline.busy_s(lane)
+        if not busy:
+            continue
+        cells = [0.0] * WIDTH
+        width = timeline.step_s / WIDTH
+        for item in timeline.intervals:
+            for index in range(int(item.start_s / width), min(WIDTH, int(item.end_s / width) + 1)) if item.lane == lane else ():
+                cells[index] += max(0.0, min(item.end_s, (index + 1) * width) - max(item.start_s, index * width)) / width
+        bar = "".join(SHADES[min(4, round(4 * share))] for share in cells)
+        hidden = "" if lane == "compute" else f", {timeline.hidden_share(lane):.0%} hidden"
+        lines.append(f"  {name:<10} {bar} {busy:7.3f} s{hidden}")
+    return lines
+
+
+def report(cell: Cell, rates: Rates | None, device_memory: int | None) -> list[str]:
+    """All lines of the answer."""
+    plan, engine = planned(cell, rates, device_memory)
+    had = dict(environment.machine(cell.machine, None))
+    num_params, shape = count_params(cell.spec().model).total, cell.shape
+    lines = [
+        f"{cell.model.name} ({num_params / 1e9:.2f}B parameters), {shape.batch_size} x {shape.seq_len} tokens, "
+        f"{cell.system} {cell.options.get('preset') or ''}".rstrip(),
+        "",
+        "device, GB",
+        *memory_lines(plan.device, had["device_bytes"]),
+        "",
+        "host, GB",
+        *memory_lines(plan.host, had["host_bytes"]),
+    ]
+    refusal = fits(plan, cell.model.name, cell.machine.device, had)
+    if engine is not None:
+        lines += ["", "placement", *layer_map(engine)]
+        if cell.machine.device == "cuda":
+            timeline = engine.predict()
+            tokens_per_s = shape.num_tokens / timeline.step_s
+            lines += [
+                "",
+                f"predicted step {timeline.step_s:.3f} s: {tokens_per_s:,.0f} tokens/s, {6e-12 * num_params * tokens_per_s:.0f} "
+                f"TFLOPS 6P, at {rate_card(engine.rates)}",
+                *timeline_lines(timeline),
+            ]
+    return [*lines, "", f"does not fit: {refusal}" if refusal else "fits"]
+
+
+def rate_card(rates: Rates) -> str:
+    """The rates in one line."""
+    scaled: dict[str, tuple[Callable[[float], float], str]] = {
+        "matmul_flops": (lambda v: v / 1e12, "TFLOPS bf16 product"),
+        "adamw_params": (lambda v: v / 1e9, "G params/s AdamW"),
+        "h2d_bytes": (lambda v: v / 1e9, "GB/s in"),
+        "d2h_bytes": (lambda v: v / 1e9, "GB/s out"),
+        "device_bytes": (lambda v: v / 1e9, "GB/s device memory"),
+    }
+    return ", ".join(f"{scaled[name][0](value):.4g} {scaled[name][1]}" for name, value in dataclasses.asdict(rates).items())
+
+
+def main() -> int:
+    """Print the plan; 2 and one line where the command line is wrong, 1 where the cell does not fit."""
+    try:
+        lines = report(*compose_plan(sys.argv[1:]))
+    except USER_ERRORS as error:
+        print(one_line(error, [argument for argument in sys.argv[1:] if "=" in argument]), file=sys.stderr)
+        return 2
+    print("\n".join(lines))
+    return int(lines[-1] != "fits")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

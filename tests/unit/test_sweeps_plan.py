@@ -1,0 +1,72 @@
+"""`sweeps.plan`: what it prints is what the engine plans and predicts, for this machine and for one that is not here."""
+
+import re
+
+import pytest
+
+from engine.timeline import Interval, Timeline
+from sweeps.plan import WIDTH, compose_plan, main, memory_lines, planned, report, timeline_lines
+
+ELSEWHERE = ["model=qwen2.5-7b", "+rates=h200_16cores"]
+
+
+def test_a_machine_that_is_not_here_gets_its_placement_and_its_step():
+    cell, rates, memory = compose_plan(["system=megatrain_fast", *ELSEWHERE])
+    assert (cell.machine.device, cell.shape.batch_size, cell.shape.seq_len) == ("cuda", 32, 1024)
+    plan, engine = planned(cell, rates, memory)
+    assert engine is not None
+    assert engine.pipeline.device_blocks > 0
+    assert engine.pipeline.kept_layers > 0
+    assert 0.8 * memory < plan.device_bytes < memory
+    text = "\n".join(report(cell, rates, memory))
+    assert f"predicted step {engine.predict().step_s:.3f} s" in text
+    assert f"{plan.device_bytes / 1e9:.2f} of 150.1 GB" in text
+    letters = re.search(r"\n  (\S) (\S+) (\S)   \(embed, 28 layers, head\)", text)
+    assert letters
+    assert sum(letter in "DB" for letter in "".join(letters.groups())) == engine.pipeline.device_blocks
+    assert sum(letter in "KB" for letter in letters[2]) == engine.pipeline.kept_layers
+
+
+def test_the_paper_preset_is_predicted_slower_than_streaming_and_fast_faster():
+    seconds = []
+    for system in ("megatrain_paper", "megatrain", "megatrain_fast"):
+        engine = planned(*compose_plan([f"system={system}", *ELSEWHERE]))[1]
+        assert engine is not None
+        seconds.append(engine.predict().step_s)
+    assert seconds[0] > seconds[1] > seconds[2]
+
+
+def test_every_system_and_this_machine_without_a_gpu(capsys, monkeypatch):
+    for system in ("in_memory", "megatrain", "fsdp2"):
+        monkeypatch.setattr("sys.argv", ["plan", f"system={system}"])
+        assert main() == 0
+        assert "fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["system=megatrain", "model=qwen2.5-32b", "+rates=h200_16cores"], 1, "does not fit: model: got qwen2.5-32b, which needs"),
+        (["+rates=h300"], 2, "rates: got 'h300', allowed h200_16cores, h200_64cores; choose one of these"),
+        (["+rates=h200_16cores", "model=auto"], 2, "model: got 'auto', allowed the name of a model where rates are given"),
+        (["system.depth=0"], 2, "system.depth: got 0, allowed an integer >= 1"),
+    ],
+)
+def test_what_does_not_fit_or_is_mistyped_is_one_line(arguments, code, said, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["plan", *arguments])
+    assert main() == code
+    captured = capsys.readouterr()
+    assert said in captured.out + captured.err
+    assert len(captured.err.splitlines()) == (code == 2)
+
+
+def test_bars_are_to_scale():
+    bars = {line.split()[0]: line.count("█") for line in memory_lines({"weights": 10**9, "moments": 3 * 10**9}, 8 * 10**9)}
+    assert (bars["weights"], bars["moments"]) == (round(WIDTH / 8), round(3 * WIDTH / 8))
+    intervals = (
+        Interval(lane="compute", label="compute embed 0", start_s=0.0, end_s=0.5),
+        Interval(lane="cpu", label="step 0", start_s=0.25, end_s=1.0),
+    )
+    compute, cpu = timeline_lines(Timeline(step_s=1.0, intervals=intervals))
+    assert (compute.count("█"), cpu.count("█")) == (WIDTH // 2, 3 * WIDTH // 4)
+    assert cpu.endswith("0.750 s, 33% hidden")
