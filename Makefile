@@ -32,7 +32,7 @@ check: $(INSTALLED) ## lint, format and types
 figures: $(INSTALLED) ## rebuild every figure and table from the committed rows
 	$(BIN)/python -m analysis.make
 
-ceilings: $(INSTALLED) ## what this machine can do: link, memory, matrix product
+ceilings: $(INSTALLED) ## what this machine can do: link, memory, matrix product, CPU AdamW
 	$(BIN)/python -m sweeps.ceilings
 
 clean: ## remove what the other targets made, .venv too

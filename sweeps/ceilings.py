@@ -1,24 +1,29 @@
-"""What this machine can do at best: matrix peak, link and host memory bandwidth. The yardstick of MFU.
+"""What this machine can do at best: matrix peak, link and host memory bandwidth; and how near CPU AdamW comes to it.
 
-Invariant: measured here and now with random data, never copied from a data sheet; None where there is no GPU.
+Invariant: measured here and now, never copied from a data sheet; None where there is no GPU. The matrix peak is the
+yardstick of MFU. The host's bandwidth is that of the fastest simple kernel (sweeps/host_memory.py says what is counted).
 
-    python -m sweeps.ceilings            a table; the last line of stdout is JSON
+    python -m sweeps.ceilings            everything, as tables; the last line of stdout is JSON
+    python -m sweeps.ceilings --quick    without AdamW: seconds, and nothing of DeepSpeed's is compiled
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sweeps import adamw_speed, host_memory
 from sweeps.environment import cpu_model, gpu
 
 SIZE = 8192
@@ -59,17 +64,13 @@ def link_gb_per_s() -> tuple[float, float]:
     return COPY_BYTES / load / 1e9, COPY_BYTES / store / 1e9
 
 
-def host_gb_per_s(num_floats: int = 1 << 26) -> float:
-    """fp32 a + b into c through torch: three passes over memory, decimal GB/s."""
-    left, right, out = (torch.ones(num_floats) for _ in range(3))
-    return 3 * 4 * num_floats / _seconds(lambda: torch.add(left, right, out=out), lambda: None) / 1e9
-
-
-def measure() -> dict[str, Any]:
-    """Every ceiling this machine has."""
+def measure(num_elements: int, num_threads: int, rounds: int, *, quick: bool) -> dict[str, Any]:
+    """Every ceiling this machine has; `adamw` is None where `quick`. Arrays shrink where memory is short."""
     found: dict[str, Any] = {
         "gpu": None,
         "cpu": cpu_model(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "num_threads": num_threads,
         "matrix_peak_tflops": None,
         "h2d_gb_per_s": None,
         "d2h_gb_per_s": None,
@@ -78,8 +79,21 @@ def measure() -> dict[str, Any]:
         found["gpu"] = gpu()["gpu"]
         found["matrix_peak_tflops"] = matrix_peak_tflops()
         found["h2d_gb_per_s"], found["d2h_gb_per_s"] = link_gb_per_s()
-    found["host_gb_per_s"] = host_gb_per_s()
-    return found
+    adamw: list[host_memory.Speed] = []
+    if quick:
+        num_elements = host_memory.affordable(12, num_elements)
+        streams = host_memory.in_turns(host_memory.streams(num_elements, num_threads), rounds)
+    else:
+        num_elements = host_memory.affordable(adamw_speed.HELD_BYTES, num_elements)
+        streams, adamw = adamw_speed.measure(num_elements, num_threads, rounds)
+    best = max(streams, key=lambda stream: stream.gb_per_s or 0.0)
+    return found | {
+        "host_gb_per_s": best.gb_per_s,
+        "host_kernel": best.name,
+        "num_elements": num_elements,
+        "streams": [dataclasses.asdict(stream) for stream in streams],
+        "adamw": None if quick else [dataclasses.asdict(row) for row in adamw],
+    }
 
 
 def cached_matrix_peak(output_dir: Path, device: str, timeout_s: float = 300.0) -> float | None:
@@ -89,7 +103,7 @@ def cached_matrix_peak(output_dir: Path, device: str, timeout_s: float = 300.0) 
     path, card = output_dir / "ceilings.json", gpu()["gpu"]
     found = json.loads(path.read_text()) if path.exists() else {}
     if found.get("gpu") != card or found.get("matrix_peak_tflops") is None:
-        command = [sys.executable, "-m", "sweeps.ceilings"]
+        command = [sys.executable, "-m", "sweeps.ceilings", "--quick", "--rounds", "5"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True)
         except (subprocess.SubprocessError, OSError) as error:
@@ -104,11 +118,39 @@ def cached_matrix_peak(output_dir: Path, device: str, timeout_s: float = 300.0) 
     return None if peak is None else float(peak)
 
 
-def main() -> None:
-    """Print the table, then one line of JSON."""
-    found = measure()
-    for name, value in found.items():
-        print(f"{name:>20}  {value:.1f}" if isinstance(value, float) else f"{name:>20}  {value if value is not None else '-'}")
+def _lines(found: dict[str, Any]) -> list[str]:
+    """The tables: one value a line, then the streams and the optimizers with their share of the fastest stream."""
+    single = {name: value for name, value in found.items() if not isinstance(value, list)}
+    shown = {
+        name: "-" if value is None else f"{value:.1f}" if isinstance(value, float) else str(value) for name, value in single.items()
+    }
+    lines = [f"{name:>20}  {value}" for name, value in shown.items()]
+    lines += ["", f"{'host memory, in turns':<30}{'G elements/s':>14}{'B/element':>11}{'GB/s':>8}{'share':>8}"]
+    for row in [*found["streams"], *(found["adamw"] or [])]:
+        if row["reason"] is not None:
+            lines.append(f"{row['name']:<30}  {row['reason']}")
+            continue
+        share = f"{row['gb_per_s'] / found['host_gb_per_s']:.0%}"
+        lines.append(
+            f"{row['name']:<30}{row['g_elements_per_s']:>14.2f}{row['bytes_per_element']:>11}{row['gb_per_s']:>8.1f}{share:>8}"
+        )
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the tables, then one line of JSON."""
+    parser = argparse.ArgumentParser(prog="python -m sweeps.ceilings", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="leave out AdamW and the compiling of DeepSpeed's")
+    parser.add_argument("--num-elements", type=int, default=host_memory.NUM_ELEMENTS, help="length of every host array")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--threads", type=int, default=cores, help="CPU threads; a CUDA run of the engine leaves two cores free")
+    parser.add_argument("--rounds", type=int, default=host_memory.ROUNDS, help="samples of every host kernel")
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(args.threads)
+    if not args.quick:
+        print("ceilings: DeepSpeedCPUAdam is compiled on its first use on a machine, which takes minutes", file=sys.stderr)
+    found = measure(args.num_elements, args.threads, args.rounds, quick=args.quick)
+    print("\n".join(_lines(found)))
     print(json.dumps(found))
 
 

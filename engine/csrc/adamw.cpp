@@ -76,6 +76,12 @@ INLINE void plain_loop(int64_t begin, int64_t end, float *__restrict p, float *_
   for (int64_t i = begin; i < end; ++i) p[i] = update(p[i], gradient(g, i), m[i], v[i], h);
 }
 
+// AdamW's way through memory with next to no arithmetic.
+INLINE void scale_loop(int64_t begin, int64_t end, float *__restrict a, float *__restrict b, float *__restrict c,
+                       float *__restrict d, float factor) {
+  for (int64_t i = begin; i < end; ++i) a[i] *= factor, b[i] *= factor, c[i] *= factor, d[i] *= factor;
+}
+
 constexpr int64_t BLOCK = 64;           // elements: whole cache lines of every array
 constexpr int64_t AHEAD = 4 * BLOCK;    // how far before its use a block is asked for
 constexpr int64_t CHUNK = 1024 * BLOCK; // the most that a thread takes at a time
@@ -106,6 +112,10 @@ CLONES void plain_f(int64_t b, int64_t e, float *p, float *m, float *v, const fl
   blockwise(b, e, [=, &h](int64_t i, int64_t j) INLINED { plain_loop(i, j, p, m, v, g, h); }, p, m, v, g);
 }
 
+CLONES void scale_f(int64_t b, int64_t e, float *p, float *q, float *r, float *s, float factor) {
+  blockwise(b, e, [=](int64_t i, int64_t j) INLINED { scale_loop(i, j, p, q, r, s, factor); }, p, q, r, s);
+}
+
 // A team of `threads`; each takes the next run of whole blocks when it is done with its last, so that a thread that
 // lost its core for a while holds up nobody.
 template <typename Work> static void in_parallel(int64_t n, int threads, Work work) {
@@ -123,5 +133,9 @@ void adamw_master(int64_t n, uint16_t *w, float *p, float *m, float *v, const ui
 }
 void adamw_plain(int64_t n, float *p, float *m, float *v, const float *g, const Hyper *h, int threads) {
   in_parallel(n, threads, [=](int64_t b, int64_t e) { plain_f(b, e, p, m, v, g, *h); });
+}
+// No optimizer: four arrays times a factor, in place. The speed of the memory itself, for sweeps/host_memory.py.
+void scale_four(int64_t n, float *p, float *q, float *r, float *s, float factor, int threads) {
+  in_parallel(n, threads, [=](int64_t b, int64_t e) { scale_f(b, e, p, q, r, s, factor); });
 }
 }

@@ -43,9 +43,10 @@ def test_the_native_kernel_is_built_here():
 
 
 @pytest.mark.parametrize("master", ["plain", "split", "fp32"])
-@pytest.mark.parametrize("threads", [1, 3])
-def test_fallback_and_native_kernel_give_the_same_bits(master, threads):
-    for fast, slow in zip(run(master, True, 20, threads=threads), run(master, False, 20), strict=True):
+@pytest.mark.parametrize(("threads", "numel"), [(1, 10_007), (3, 10_007), (2, 200_001), (4, 63)])
+def test_fallback_and_native_kernel_give_the_same_bits(master, threads, numel):
+    """Whole blocks and a rest, one run of blocks a thread and several, fewer elements than threads have blocks."""
+    for fast, slow in zip(run(master, True, 20, numel, threads), run(master, False, 20, numel), strict=True):
         assert torch.equal(fast, slow)
 
 
