@@ -9,16 +9,16 @@ import dataclasses
 
 from baselines.model import build_skeleton
 from baselines.system import SystemSpec
-from engine import EngineConfig, MegaTrain, Rates
+from engine import EngineConfig, Machine, MegaTrain
 
 LABEL = "preset"
 """The option that only names the others, for rows and figures."""
 
 
-def build(spec: SystemSpec, *, rates: Rates | None = None, device_memory: int | None = None) -> MegaTrain:
+def build(spec: SystemSpec, machine: Machine | None = None) -> MegaTrain:
     """The engine for `spec`; ValueError for an option it does not have. Allocates nothing that grows with the model.
 
-    rates, device_memory (bytes): of a machine that is not here; None asks this one.
+    machine: one that is not here, to plan for; None is the machine at hand with the host memory that `spec` has.
     """
     allowed = [field.name for field in dataclasses.fields(EngineConfig)]
     options = {key: value for key, value in spec.options.items() if key != LABEL}
@@ -34,6 +34,5 @@ def build(spec: SystemSpec, *, rates: Rates | None = None, device_memory: int | 
         dtype=spec.dtype,
         device=spec.device,
         config=EngineConfig(**options),
-        rates=rates,
-        device_memory=device_memory,
+        machine=machine or Machine(host_memory=spec.host_memory),
     )

@@ -73,6 +73,8 @@ class SystemSpec:
     dtype: torch.dtype = torch.bfloat16
     """Compute dtype: torch.bfloat16 (fp32 master beside it) or torch.float32."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    host_memory: int | None = None
+    """Bytes of host memory that the machine has, for a system that chooses what to put there; None where unknown."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The system's own knobs, the rest of the `system` config group."""
 

@@ -8,6 +8,7 @@ from engine.cost import Rates
 from engine.engine import MegaTrain
 from engine.optimizer import cache_directory, clip_scale
 from engine.plan import Plan, layer_activation_bytes, logits_bytes
+from engine.planner import Machine
 from engine.recipe import IGNORE_INDEX, Batch, NonFiniteLossError, Recipe
 from engine.timeline import Timeline
 
@@ -15,6 +16,7 @@ __all__ = [
     "IGNORE_INDEX",
     "Batch",
     "EngineConfig",
+    "Machine",
     "MegaTrain",
     "NonFiniteLossError",
     "Plan",

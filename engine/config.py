@@ -24,6 +24,8 @@ class EngineConfig:
     """First blocks (embedding, then layers) whose weights and optimizer state stay on the device; -1: `placement` chooses."""
     keep_activations: int = 0
     """Last layers whose activations stay on the device instead of being recomputed; -1: `placement` chooses."""
+    offload_activations: int = 0
+    """Layers, spread over those not kept, whose activations wait in pinned host memory; -1: `placement` chooses."""
     optimizer_overlap: bool = True
     """Update layers beside the next forward (without clipping, beside the backward too); false: between steps, serially."""
     compile: bool = False
@@ -38,7 +40,10 @@ class EngineConfig:
     """Fill freed slots with NaN, to find reads after a slot was given up."""
 
     def __post_init__(self) -> None:
-        at_least_one, or_auto = ("depth", "checkpoint_interval", "loss_chunk"), ("device_optimizer", "keep_activations")
+        at_least_one, or_auto = (
+            ("depth", "checkpoint_interval", "loss_chunk"),
+            ("device_optimizer", "keep_activations", "offload_activations"),
+        )
         for name in (*at_least_one, *or_auto, "gradient_slabs", "num_threads"):
             value, least = getattr(self, name), int(name in at_least_one) - int(name in or_auto)
             if type(value) is not int or value < least:
@@ -46,6 +51,11 @@ class EngineConfig:
         for name in ("optimizer_overlap", "compile", "poison"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"system.{name}: got {getattr(self, name)!r}, allowed true or false; choose one of these")
+        if self.offload_activations and self.checkpoint_interval > 1:
+            raise ValueError(
+                f"system.offload_activations: got {self.offload_activations}, allowed 0 where system.checkpoint_interval is "
+                f"{self.checkpoint_interval}; set system.checkpoint_interval=1"
+            )
         if self.streams not in LANES:
             raise ValueError(f"system.streams: got {self.streams!r}, allowed 1, 2 or 3; 3 overlaps the most")
         if self.master not in MASTERS:

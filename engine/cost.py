@@ -21,9 +21,11 @@ from engine.plan import Widths
 from engine.recipe import Recipe
 from engine.schedule import Op
 
-LAYER_EFFICIENCY = {True: 0.78, False: 0.66}
+LAYER_EFFICIENCY = {True: 0.81, False: 0.68}
 """Compiled or not -> rate of a decoder layer over that of one large matrix product: 7B and 14B shapes, 32,768 tokens, one H200."""
-LOGIT_BYTES = {True: 16, False: 44}
+HEAD_EFFICIENCY = 0.9
+"""Rate of the output head's products over the same."""
+LOGIT_BYTES = {True: 4, False: 44}
 """Compiled or not -> bytes of device memory that a token's loss, forward and backward, moves for each entry of the vocabulary."""
 FINISH_BYTES = 6
 """Bytes a parameter to leave a gradient in its slab and take its norm: bf16 read and write, read."""
@@ -96,6 +98,8 @@ class Cost:
     """(number of micro-batches, rows, seq_len)."""
     itemsize: int
     """Bytes of a weight and of a gradient."""
+    activation_bytes: int
+    """Of an offloaded layer, all micro-batches."""
     loss_chunk: int
     compiled: bool
     rates: Rates
@@ -118,6 +122,8 @@ class Cost:
             return numel * self.itemsize / self.rates.h2d_bytes
         if op.kind == "store":
             return numel * self.itemsize / self.rates.d2h_bytes
+        if op.kind in ("evict", "fetch"):
+            return self.activation_bytes / (self.rates.d2h_bytes if op.kind == "evict" else self.rates.h2d_bytes)
         if op.kind == "compute":
             return self._compute(op.phase, self.layouts[op.block].num_params)
         if op.kind == "step":
@@ -127,9 +133,9 @@ class Cost:
     def _compute(self, phase: str, num_params: int) -> float:
         forward = self._products(2 * num_params + self._attention_flops)
         backward = self._products(4 * num_params + 2.5 * self._attention_flops) + self._moved(FINISH_BYTES * num_params)
-        if phase in ("forward", "forward_kept", "recompute"):
+        if phase in ("forward", "forward_kept", "forward_offloaded", "recompute"):
             return forward
-        if phase == "backward_kept":
+        if phase in ("backward_kept", "backward_offloaded"):
             return backward
         if phase == "backward":
             dead = 2 * self.widths.inner * self.widths.hidden if self.compiled else 0
@@ -148,7 +154,8 @@ class Cost:
         micro_batches, rows, seq_len = self.shape
         head = self.widths.vocab * self.widths.hidden
         sums = num_chunks(rows, seq_len, self.loss_chunk) * micro_batches * 10 * head  # bf16 contribution into an fp32 sum
-        return self._products(6 * head) + self._moved(LOGIT_BYTES[self.compiled] * self.widths.vocab * self.tokens + sums)
+        products = 6 * head * self.tokens / (self.rates.matmul_flops * HEAD_EFFICIENCY)
+        return products + self._moved(LOGIT_BYTES[self.compiled] * self.widths.vocab * self.tokens + sums)
 
     def _products(self, flops_per_token: float) -> float:
         return flops_per_token * self.tokens / (self.rates.matmul_flops * LAYER_EFFICIENCY[self.compiled])

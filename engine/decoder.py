@@ -123,7 +123,7 @@ class Decoder:
             return self._inject if last else hidden
         if index == 0:
             self._first.append(hidden)
-        for value in _tensors((args[1:], kwargs)):
+        for value in tensors((args[1:], kwargs)):
             if value.requires_grad:
                 raise ValueError(
                     f"model: {type(self.layers[index]).__name__} is called with a second differentiable tensor; "
@@ -170,12 +170,13 @@ def _blocks(model: nn.Module, prefix: str, layers: Sequence[nn.Module]) -> list[
     return [before, *inner, after]
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested tuples, lists and mappings."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors(item)
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors(item)

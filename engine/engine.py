@@ -9,29 +9,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from engine import checkpoint, placement
+from engine import checkpoint
 from engine.config import EngineConfig
-from engine.cost import Cost, Rates, measure
+from engine.cost import Rates
 from engine.decoder import Decoder
 from engine.executor import Executor
-from engine.host import HostSpec, HostStore
+from engine.host import HostStore
 from engine.layout import pack
 from engine.optimizer import AdamW
 from engine.pipeline import LANES, Pipeline
-from engine.plan import Plan, device_bytes
+from engine.plan import Plan
+from engine.planner import Machine, Planner
 from engine.recipe import Batch, Recipe
-from engine.schedule import build
 from engine.streams import CudaLanes, Lanes, TwinLanes
-from engine.timeline import Timeline, last_step, simulate
-
-HOST_OVERHEAD = 2 * 10**9
-"""Bytes of host memory that a process with torch and a CUDA context holds before any model."""
+from engine.timeline import Timeline, last_step
 
 
 class MegaTrain:
@@ -49,12 +45,11 @@ class MegaTrain:
         device: torch.device | str = "cpu",
         config: EngineConfig | None = None,
         lanes: Lanes | None = None,
-        rates: Rates | None = None,
-        device_memory: int | None = None,
+        machine: Machine | None = None,
     ) -> None:
         """model: a skeleton, parameters on the meta device or to be overwritten; it becomes the engine's own.
 
-        rates, device_memory (bytes): of a machine that is not here, to plan and predict with; None asks this one.
+        machine: what to place and predict for; None is the machine at hand, without a limit on host memory.
         Raises ValueError where the model, the dtype or an option is not supported.
         """
         if dtype not in (torch.bfloat16, torch.float32):
@@ -62,10 +57,9 @@ class MegaTrain:
         self.config, self.recipe, self.dtype = config or EngineConfig(), recipe, dtype
         self.device = _with_index(torch.device(device))
         self.shape = (num_micro_batches, micro_batch_size, seq_len)
-        self._lanes, self._rates, self._device_memory = lanes, rates, device_memory
+        self._lanes = lanes
         self._decoder = Decoder(model)
-        self._model_config = model.config
-        self.pipeline = Pipeline(
+        asked = Pipeline(
             num_layers=self._decoder.num_layers,
             depth=self.config.depth,
             streams=self.config.streams,
@@ -73,63 +67,34 @@ class MegaTrain:
             gradient_slabs=self.config.gradient_slabs,
             device_blocks=self.config.device_optimizer,
             kept_layers=self.config.keep_activations,
+            offloaded_layers=self.config.offload_activations,
             clip=recipe.clip_norm > 0,
             overlap=self.config.optimizer_overlap,
             poison=self.config.poison,
         )
-        self._check_placement()
-        self._layouts = [pack(block.items()) for block in self._decoder.blocks]
-        self.pipeline = self._placed()
-        self._host = self._host_spec(self.pipeline)
+        self._check_placement(asked)
+        self._planner = Planner(
+            config=self.config,
+            layouts=[pack(block.items()) for block in self._decoder.blocks],
+            model_config=model.config,
+            dtype=dtype,
+            shape=self.shape,
+            device=self.device,
+            num_threads=self.config.num_threads or max(1, (os.cpu_count() or 1) - (2 if self.device.type == "cuda" else 0)),
+            machine=machine or Machine(),
+        )
+        self.pipeline = self._planner.placed(asked)
         self._store: HostStore | None = None
         self._executor: Executor | None = None
         self._next_step = 0
 
-    def _check_placement(self) -> None:
-        p = self.pipeline
-        for name, most in (("device_optimizer", p.num_blocks), ("keep_activations", p.num_layers)):
+    def _check_placement(self, p: Pipeline) -> None:
+        limits = {"device_optimizer": p.num_blocks, "keep_activations": p.num_layers, "offload_activations": p.num_layers}
+        for name, most in limits.items():
             if getattr(self.config, name) > most:
                 raise ValueError(
                     f"system.{name}: got {getattr(self.config, name)}, allowed 0 to {most} with {p.num_layers} layers; lower it"
                 )
-
-    def _placed(self) -> Pipeline:
-        """The pipeline with what was left to `placement` chosen; on the CPU nothing is gained by moving things."""
-        p = self.pipeline
-        if placement.AUTO not in (p.device_blocks, p.kept_layers):
-            return p
-        if self.device.type != "cuda":
-            return replace(p, device_blocks=max(0, p.device_blocks), kept_layers=max(0, p.kept_layers))
-        return placement.choose(
-            p,
-            budget=int(self._device_total * placement.USABLE),
-            device_bytes=lambda candidate: sum(self._device_plan(candidate).values()),
-            step_s=lambda candidate: self._predicted(candidate).step_s,
-        )
-
-    @property
-    def _device_total(self) -> int:
-        return self._device_memory or int(torch.cuda.mem_get_info(self.device)[1])
-
-    @property
-    def rates(self) -> Rates:
-        """What this machine does in a second, probed once, or as given."""
-        if self._rates is None:
-            self._rates = measure(self.device, self._num_threads)
-        return self._rates
-
-    def _predicted(self, pipeline: Pipeline) -> Timeline:
-        cost = Cost.of(
-            self._model_config,
-            pipeline=pipeline,
-            layouts=self._layouts,
-            shape=self.shape,
-            itemsize=self.dtype.itemsize,
-            loss_chunk=self.config.loss_chunk,
-            compiled=self.config.compile,
-            rates=self.rates,
-        )
-        return simulate(build(pipeline), cost.seconds)
 
     def record(self, batches: Sequence[Batch]) -> Timeline:
         """Train on `batches`, two or more, and return the last whole step as it ran. Timing marks slow it a little."""
@@ -143,46 +108,16 @@ class MegaTrain:
 
     def predict(self) -> Timeline:
         """One steady step as the schedule and the machine's rates (`rates`) have it; allocates nothing that stays."""
-        return self._predicted(self.pipeline)
+        return self._planner.predict(self.pipeline)
 
     @property
-    def _num_threads(self) -> int:
-        return self.config.num_threads or max(1, (os.cpu_count() or 1) - (2 if self.device.type == "cuda" else 0))
-
-    def _host_spec(self, p: Pipeline) -> HostSpec:
-        sizes = [layout.numel for layout in self._layouts]
-        hosted = [block for block in range(p.num_blocks) if not p.on_device(block)]
-        shared = [block for block in hosted if p.pooled and p.is_layer(block)]
-        first = p.gradient_slabs if p.pooled else 0
-        slabs = dict.fromkeys(range(p.gradient_slabs), max(sizes[1:-1])) if shared else {}
-        slabs |= {first + block: sizes[block] for block in hosted if block not in shared}
-        return HostSpec(
-            layouts=self._layouts,
-            dtype=self.dtype,
-            master=self.config.master,
-            slabs=slabs,
-            kept=shared if p.deferred else (),
-            on_device=p.device_blocks,
-        )
+    def rates(self) -> Rates:
+        """What the machine does in a second, as given or probed."""
+        return self._planner.rates
 
     def plan(self) -> Plan:
         """Closed-form bytes by kind; allocates nothing."""
-        host = self._host.host_bytes() | ({"other": HOST_OVERHEAD} if self.device.type == "cuda" else {})
-        return Plan(device=self._device_plan(self.pipeline), host=host)
-
-    def _device_plan(self, pipeline: Pipeline) -> dict[str, int]:
-        device = device_bytes(
-            pipeline,
-            self._layouts,
-            self._model_config,
-            self.dtype,
-            self.shape,
-            self.config.loss_chunk,
-            compiled=self.config.compile,
-        )
-        state = self._host_spec(pipeline).device_state_bytes()
-        state.pop("weights")  # counted above
-        return device | state
+        return self._planner.plan(self.pipeline)
 
     def dtypes(self) -> dict[str, str]:
         """Dtypes of what is kept."""
@@ -192,7 +127,7 @@ class MegaTrain:
 
     def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Allocate host and device memory and load `weights`: (name, tensor) pairs, every parameter once."""
-        self._store = HostStore(self._host, device=self.device)
+        self._store = HostStore(self._planner.host_spec(self.pipeline), device=self.device)
         missing = {self._decoder.full_name(b, n) for b, block in enumerate(self._decoder.blocks) for n in block}
         for name, value in weights:
             self._store.set_parameter(*self._decoder.locate(name), value)
@@ -208,7 +143,7 @@ class MegaTrain:
             self.pipeline,
             self._decoder,
             self._store,
-            AdamW(self.recipe, num_threads=self._num_threads),
+            AdamW(self.recipe, num_threads=self._planner.num_threads),
             self._lanes,
             device=self.device,
             loss_chunk=self.config.loss_chunk,

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from engine.decoder import Decoder, Recording
+from engine.decoder import Decoder, Recording, tensors
 from engine.head import loss_and_gradients, num_chunks, summed_cross_entropy
 from engine.host import HostStore
 from engine.layout import Layout
+from engine.offload import Offloaded, copy_in_pieces, storages
 from engine.optimizer import AdamW, clip_scale
 from engine.pipeline import Pipeline
 from engine.recipe import Batch, NonFiniteLossError
@@ -26,6 +27,9 @@ from engine.schedule import Op, build
 from engine.slots import Gradients, Slots, leaves
 from engine.streams import Lanes, Ticket
 from engine.timeline import label_of
+
+PIECE = 1 << 26
+"""Bytes of one copy of activations: small beside a layer's load, which must find its turn between two of them."""
 
 
 @dataclass(kw_only=True)
@@ -42,6 +46,8 @@ class _Step:
     """Layer (counted from 1) -> its input, one a micro-batch."""
     graphs: dict[int, list[Any]] = field(default_factory=dict)
     """Layer whose activations are kept -> (input, output) with the graph between them, one a micro-batch."""
+    offloaded: dict[int, Offloaded] = field(default_factory=dict)
+    """Layer whose activations wait on the host -> what tells them apart."""
     grads: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -93,6 +99,9 @@ class Executor:
         self._outer_gradients = {
             b: Gradients(layouts[b], self._own_slabs[b], self._wide(layouts[b].numel, dtype, contributions)) for b in (0, p.head)
         }
+        self._stage = torch.zeros(
+            max(map(torch.numel, self.store.activations.values()), default=0), dtype=torch.uint8, device=self.device
+        )
         self._norms = torch.zeros(p.num_blocks, device=self.device)
         self._scale = torch.ones((), device=self.device)  # of the gradients, for updates on the device; NaN forbids them
         self._verdict = torch.zeros(3, pin_memory=self.device.type == "cuda")  # loss, gradient norm, scale: for the CPU lane
@@ -120,14 +129,26 @@ class Executor:
 
     def _load(self, op: Op, _: _Step) -> None:
         source = self.store.states[op.block].weight
-        target = self._homes[op.block] if op.slot < 0 else self._slots.buffers[op.slot]
-        target[: source.numel()].copy_(source, non_blocking=True)
+        self._home(op)[: source.numel()].copy_(source, non_blocking=True)
         self.counters["h2d_bytes"] += source.nbytes
 
     def _store(self, op: Op, _: _Step) -> None:
         source = self._slab(op)
         self.store.slabs[op.host_slab][: source.numel()].copy_(source, non_blocking=True)
         self.counters["d2h_bytes"] += source.nbytes
+
+    def _evict(self, op: Op, s: _Step) -> None:
+        for source, target in s.offloaded[op.block].copies(self.store.activations[op.block]):
+            target.copy_(source, non_blocking=True)
+        self.counters["d2h_bytes"] += s.offloaded[op.block].num_bytes
+
+    def _drop(self, op: Op, s: _Step) -> None:
+        s.offloaded[op.block].drop()
+
+    def _fetch(self, op: Op, s: _Step) -> None:
+        size = s.offloaded[op.block].num_bytes
+        copy_in_pieces(self._stage[:size], self.store.activations[op.block][:size], PIECE)
+        self.counters["h2d_bytes"] += size
 
     def _free(self, op: Op, _: _Step) -> None:
         if self.pipeline.poison:
@@ -172,6 +193,20 @@ class Executor:
         s.hidden = [output.detach() for _, output in graphs]
 
     @torch.no_grad()
+    def _forward_offloaded(self, op: Op, s: _Step) -> None:
+        weights, layer = self._weights(op), op.block - 1
+        template, calls = self.decoder.templates[layer], [r.calls[layer] for r in s.recordings]
+        shared = storages([*s.hidden, *(value for call in calls for value in tensors((call.args, call.kwargs)))])
+        s.offloaded[op.block] = kept = Offloaded(weights=weights, home=self._home(op), shared=shared)
+        with kept.hooks():
+            kept.graphs = [template.forward_kept(weights, x, call, layer) for x, call in zip(s.hidden, calls, strict=True)]
+        s.hidden = [output.detach() for _, output in kept.graphs]
+
+    def _home(self, op: Op) -> torch.Tensor:
+        """The flat device memory of the block's weights."""
+        return self._homes[op.block] if op.slot < 0 else self._slots.buffers[op.slot]
+
+    @torch.no_grad()
     def _recompute(self, op: Op, s: _Step) -> None:
         s.saved[op.block + 1] = self._layer(op, s, s.saved[op.block])
         tokens = s.batch.tokens.numel()
@@ -210,10 +245,18 @@ class Executor:
         self._outer_gradients[0].add(grads[: self._num_embed])
         self._outer_gradients[self.pipeline.head].add(grads[self._num_embed :])
 
-    @torch.no_grad()
     def _backward_kept(self, op: Op, s: _Step) -> None:
-        weights, template = self._weights(op), self.decoder.templates[op.block - 1]
-        gradients, graphs = Gradients(self._layout(op), self._slab(op), self._layer_wide), s.graphs.pop(op.block)
+        self._differentiate(op, s, self._weights(op), s.graphs.pop(op.block))
+
+    def _backward_offloaded(self, op: Op, s: _Step) -> None:
+        kept = s.offloaded.pop(op.block)
+        kept.home, kept.stage = self._home(op), self._stage
+        self._differentiate(op, s, kept.weights, kept.graphs)
+
+    @torch.no_grad()
+    def _differentiate(self, op: Op, s: _Step, weights: Mapping[str, torch.Tensor], graphs: list[Any]) -> None:
+        """Backward of a layer whose graphs are there; each goes as soon as it was used."""
+        template, gradients = self.decoder.templates[op.block - 1], Gradients(self._layout(op), self._slab(op), self._layer_wide)
         for m in range(len(s.recordings)):
             hidden, output = graphs[m]
             s.grads[m], grads = template.differentiate(weights, hidden, output, s.grads[m])

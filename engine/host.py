@@ -8,7 +8,7 @@ allocated or pinned after setup, and every byte is in `host_bytes`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ class HostSpec:
     """One of MASTERS; with float32 weights the weight itself is the master."""
     slabs: Mapping[int, int]
     """Host gradient slab -> elements."""
+    activations: Mapping[int, int] = field(default_factory=dict)
+    """Offloaded layer -> bytes of its pinned slab for activations."""
     kept: Sequence[int] = ()
     """Blocks whose gradients move out of their slab and wait in a home of their own."""
     on_device: int = 0
@@ -52,7 +54,8 @@ class HostSpec:
     def host_bytes(self) -> dict[str, int]:
         """Host bytes by kind, as they will be allocated."""
         slabs = sum(self.slabs.values()) + sum(self.layouts[block].numel for block in self.kept)
-        return self._state_bytes(sum(self.numels(on_device=False))) | {"gradients": slabs * self.dtype.itemsize}
+        kinds = {"gradients": slabs * self.dtype.itemsize, "activations": sum(self.activations.values())}
+        return self._state_bytes(sum(self.numels(on_device=False))) | kinds
 
     def device_state_bytes(self) -> dict[str, int]:
         """Device bytes, by kind, of the blocks that live there."""
@@ -74,8 +77,11 @@ class HostStore:
         pin = device.type == "cuda"
         sizes = spec.numels(on_device=False)
         pinned_numel = sum(sizes) + sum(spec.slabs.values())
-        self._arena = _Arena(pinned_numel * spec.dtype.itemsize, pin=pin)
-        pinned = self._arena.bytes.view(spec.dtype)
+        pinned_bytes = pinned_numel * spec.dtype.itemsize
+        self._arena = _Arena(pinned_bytes + sum(spec.activations.values()), pin=pin)
+        pinned = self._arena.bytes[:pinned_bytes].view(spec.dtype)
+        pieces = _cut(self._arena.bytes[pinned_bytes:], list(spec.activations.values()))[0]
+        self.activations = dict(zip(spec.activations, pieces, strict=True))
         weights, rest = _cut(pinned, sizes)
         self.slabs = dict(zip(spec.slabs, _cut(rest, list(spec.slabs.values()))[0], strict=True))
         self.kept = {block: torch.zeros(spec.layouts[block].numel, dtype=spec.dtype) for block in spec.kept}

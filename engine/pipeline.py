@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-COMPUTE, H2D, D2H, CPU = "compute", "h2d", "d2h", "cpu"
+COMPUTE, H2D, D2H, FETCH, CPU = "compute", "h2d", "d2h", "fetch", "cpu"
 LANES = {
-    1: {COMPUTE: COMPUTE, H2D: COMPUTE, D2H: COMPUTE, CPU: CPU},
-    2: {COMPUTE: COMPUTE, H2D: "copy", D2H: "copy", CPU: CPU},
-    3: {COMPUTE: COMPUTE, H2D: H2D, D2H: D2H, CPU: CPU},
+    1: {COMPUTE: COMPUTE, H2D: COMPUTE, D2H: COMPUTE, FETCH: COMPUTE, CPU: CPU},
+    2: {COMPUTE: COMPUTE, H2D: "copy", D2H: "copy", FETCH: "copy", CPU: CPU},
+    3: {COMPUTE: COMPUTE, H2D: H2D, D2H: D2H, FETCH: FETCH, CPU: CPU},
 }
 """Number of CUDA streams -> the lane that each kind of work runs on; the CPU worker is always its own lane."""
 
@@ -33,6 +33,8 @@ class Pipeline:
     """First blocks (embed is the first) whose weights and optimizer state live on the device: neither loaded nor stored."""
     kept_layers: int = 0
     """Last layers whose activations stay on the device: loaded once, differentiated without recomputation."""
+    offloaded_layers: int = 0
+    """Layers, spread evenly over those not kept, whose activations wait in pinned host memory instead of being recomputed."""
     clip: bool = True
     """Exact global-norm clipping: no update before the whole backward is done."""
     overlap: bool = True
@@ -71,6 +73,11 @@ class Pipeline:
     def is_kept(self, block: int) -> bool:
         """True for a layer whose activations are kept."""
         return self.num_layers - self.kept_layers < block <= self.num_layers
+
+    def is_offloaded(self, block: int) -> bool:
+        """True for a layer whose activations wait on the host: the first of each of `offloaded_layers` equal stretches."""
+        rest = self.num_layers - self.kept_layers
+        return 1 <= block <= rest and (block - 1) * self.offloaded_layers % rest < self.offloaded_layers
 
     def owns_weights(self, block: int) -> bool:
         """True where the block has device memory of its own for weights, false where it passes through the slots."""

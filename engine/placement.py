@@ -1,12 +1,13 @@
-"""Chooses what to put into the device memory that streaming leaves free: optimizer state, activations, or both.
+"""Chooses what to put into the device memory that streaming leaves free, and which activations wait on the host.
 
-Invariant: of all placements whose closed-form bytes fit, the one whose simulated step is the shortest, and of equals
-the one with the fewest bytes.
+Invariant: of the placements tried whose closed-form bytes fit device and host, the one whose simulated step is the
+shortest, and of equals the one with the fewest device bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from engine.pipeline import Pipeline
@@ -15,31 +16,53 @@ AUTO = -1
 """Option value that leaves the choice to this module."""
 USABLE = 0.93
 """Share of the device's memory to fill; the rest is the CUDA context, library workspaces and fragmentation."""
+USABLE_HOST = 0.95
+"""Share of the host's memory to fill."""
 EQUAL = 1e-3
 """Share of a step by which two placements may differ and still count as equally fast."""
 
 
 def choose(
-    pipeline: Pipeline, *, budget: int, device_bytes: Callable[[Pipeline], int], step_s: Callable[[Pipeline], float]
+    pipeline: Pipeline,
+    *,
+    fits: Callable[[Pipeline], bool],
+    device_bytes: Callable[[Pipeline], int],
+    step_s: Callable[[Pipeline], float],
 ) -> Pipeline:
-    """`pipeline` with device_blocks and kept_layers chosen where they are AUTO. budget: device bytes to stay under.
+    """`pipeline` with device_blocks, kept_layers and offloaded_layers chosen where they are AUTO.
 
-    For each number of device blocks the most kept layers that fit are best: one more saves a recomputation.
+    For given device blocks and offloaded layers the most kept layers that fit are best: one more saves a recomputation.
+    Device blocks are chosen without offloading, then the offloaded layers, then the device blocks again.
     """
     blocks = range(pipeline.num_blocks + 1) if pipeline.device_blocks == AUTO else (pipeline.device_blocks,)
+    offloads = range(pipeline.num_layers + 1) if pipeline.offloaded_layers == AUTO else (pipeline.offloaded_layers,)
     layers = range(pipeline.num_layers + 1) if pipeline.kept_layers == AUTO else (pipeline.kept_layers,)
-    found = []
-    for device_blocks in blocks:
-        fitting = None
-        for kept_layers in layers:
-            candidate = replace(pipeline, device_blocks=device_blocks, kept_layers=kept_layers)
-            size = device_bytes(candidate)
-            if size > budget:
-                break  # more kept layers need more
-            fitting = (size, candidate)
-        if fitting:
-            found.append((step_s(fitting[1]), *fitting))
-    if not found:  # nothing fits: the smallest, which plan() will refuse
-        return replace(pipeline, device_blocks=blocks[0], kept_layers=layers[0])
-    fastest = min(found, key=lambda item: item[0])[0]
-    return min((item for item in found if item[0] <= fastest * (1 + EQUAL)), key=lambda item: item[1])[2]
+    found: dict[tuple[int, int], tuple[float, int, Pipeline]] = {}
+
+    def best(device_blocks: Iterable[int], offloaded: Iterable[int]) -> Pipeline | None:
+        for pair in itertools.product(device_blocks, offloaded):
+            if pair not in found and (
+                most := _most_kept(replace(pipeline, device_blocks=pair[0], offloaded_layers=pair[1]), layers, fits)
+            ):
+                found[pair] = (step_s(most), device_bytes(most), most)
+        if not found:
+            return None
+        fastest = min(seconds for seconds, _, _ in found.values())
+        return min((item for item in found.values() if item[0] <= fastest * (1 + EQUAL)), key=lambda item: item[1])[2]
+
+    chosen = best(blocks, offloads[:1])
+    if chosen is None:  # nothing fits: the smallest, which plan() will refuse
+        return replace(pipeline, device_blocks=blocks[0], kept_layers=layers[0], offloaded_layers=offloads[0])
+    chosen = best((chosen.device_blocks,), offloads) or chosen
+    return best(blocks, (chosen.offloaded_layers,)) or chosen
+
+
+def _most_kept(pipeline: Pipeline, layers: Sequence[int], fits: Callable[[Pipeline], bool]) -> Pipeline | None:
+    """The candidate that keeps the most layers' activations and still fits; an offloaded layer cannot be kept."""
+    most = None
+    for kept_layers in layers:
+        candidate = replace(pipeline, kept_layers=kept_layers)
+        if kept_layers + pipeline.offloaded_layers > pipeline.num_layers or not fits(candidate):
+            break  # more kept layers need more
+        most = candidate
+    return most

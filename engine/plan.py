@@ -46,6 +46,7 @@ class Widths:
     keys: int
     """Of the keys; the values have as many."""
     vocab: int
+    heads: int
 
     @classmethod
     def of(cls, config: Any) -> Widths:
@@ -58,29 +59,39 @@ class Widths:
             queries=heads * width,
             keys=(getattr(config, "num_key_value_heads", None) or heads) * width,
             vocab=config.vocab_size,
+            heads=heads,
         )
 
 
 def layer_activation_bytes(config: Any, tokens: int, itemsize: int, *, backward: bool = True, compiled: bool = False) -> int:
-    """Bytes that one decoder layer's graph holds and, where `backward`, the largest temporaries of its backward.
+    """Bytes that one decoder layer's graph holds, its output too, and where `backward` the temporaries of its backward.
 
-    config: a transformers config. Counted for a pre-norm layer with rotary attention through a fused kernel and a
-    gated MLP, run eagerly: each norm keeps an fp32 copy of its input, the normalised and the scaled values; the
-    projections, rotary and attention keep queries, keys and values before and after; the MLP keeps gate, activation,
-    up and product; the backward holds three MLP-wide and two hidden-wide temporaries at once. `compiled`: what
-    torch.compile was seen to keep (3B and 7B shapes, within 5%): gate, up and product; queries, keys, values and the
-    attention's output; three values of the hidden width.
+    config: a transformers config. Counted for a pre-norm layer with rotary attention through a fused kernel and a gated
+    MLP. Eager: each norm keeps an fp32 copy of its input, the normalised and the scaled values; attention its queries,
+    keys, values and output; the MLP gate, activation, up and product; the backward two MLP-wide temporaries. Compiled
+    (template.py): gate and up, queries, keys, values, attention's output and what is added to the residual; the
+    backward rebuilds the rest, four MLP-wide temporaries. Within 1% of the allocator's peaks with layers of the 3B, 7B
+    and 14B shapes at 32,768 tokens (docs/log.md).
     """
     w = Widths.of(config)
-    kept = 2 * (4 + 2 * itemsize) * w.hidden + itemsize * (4 * w.queries + 5 * w.keys + 4 * w.inner)
+    attention = itemsize * 2 * (w.queries + w.keys) + 4 * w.heads  # and the softmax's log-sums
     if compiled:
-        kept = itemsize * (3 * w.inner + 2 * w.queries + 2 * w.keys + 3 * w.hidden)
-    return tokens * (kept + backward * itemsize * (3 * w.inner + 2 * w.hidden))
+        kept, temporary = attention + itemsize * 2 * (w.inner + w.hidden), 4 * w.inner + w.hidden
+    else:
+        norms = 2 * (4 + 2 * itemsize) * w.hidden
+        kept, temporary = attention + norms + itemsize * (4 * w.inner + w.hidden), 2 * w.inner + w.hidden
+    return tokens * (kept + backward * itemsize * temporary)
 
 
-def logits_bytes(vocab_size: int, tokens: int, itemsize: int) -> int:
-    """Bytes of one chunk's logits: as computed and its gradient, in fp32 and its gradient and log-softmax."""
-    return tokens * vocab_size * (2 * itemsize + 12)
+def offloaded_bytes(config: Any, tokens: int, itemsize: int, *, compiled: bool = False) -> int:
+    """Bytes of a layer's graph that can wait on the host: all but its output, which is the next layer's input."""
+    output = tokens * Widths.of(config).hidden * itemsize
+    return layer_activation_bytes(config, tokens, itemsize, backward=False, compiled=compiled) - output
+
+
+def logits_bytes(vocab_size: int, tokens: int, itemsize: int, *, compiled: bool = False) -> int:
+    """Bytes of one chunk's logits at their peak: fp32 log-softmax and two gradients; compiled, as computed and one gradient."""
+    return tokens * vocab_size * (2 * itemsize if compiled else 12)
 
 
 def device_bytes(
@@ -106,12 +117,14 @@ def device_bytes(
     chunked = num_chunks(rows, seq_len, loss_chunk) * num_micro_batches > 1
     wide = (layer * (num_micro_batches > 1) + outer * chunked) * 4 if dtype != torch.float32 else 0
     saved = -(-(p.num_layers - p.kept_layers) // p.checkpoint_interval) + p.checkpoint_interval - 1
-    head = logits_bytes(config.vocab_size, min(tokens, loss_chunk), size) + outer * size
+    head = logits_bytes(config.vocab_size, min(tokens, loss_chunk), size, compiled=compiled) + outer * size
     hidden = tokens * config.hidden_size * size
     return {
         "weights": weights * size,
         "gradients": slabs * size + wide,
         "checkpoints": (saved + 2) * num_micro_batches * hidden,
+        # On their way out, and the stage that they come back to.
+        "offloaded": 2 * bool(p.offloaded_layers) * num_micro_batches * offloaded_bytes(config, tokens, size, compiled=compiled),
         "kept": p.kept_layers * num_micro_batches * layer_activation_bytes(config, tokens, size, backward=False, compiled=compiled),
         # The head and one layer's backward never overlap in time.
         "activations": max(layer_activation_bytes(config, tokens, size, compiled=compiled) + layer * size, head),

@@ -1,4 +1,4 @@
-"""One optimizer step as an ordered list of Load, Compute, Store, Keep, Clip, Check, Free and Step operations.
+"""One optimizer step as an ordered list of operations: load, compute, store, evict, fetch, drop, keep, clip, check, free, step.
 
 Pure Python: (layers, depth, streams, checkpoint interval, slabs, placement, clipping) -> operations on lanes, with the
 waits between lanes. Invariant: waits are derived from what each operation reads and writes, none is missing
@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from engine.pipeline import COMPUTE, CPU, D2H, H2D, LANES, Pipeline
+from engine.pipeline import COMPUTE, CPU, D2H, FETCH, H2D, LANES, Pipeline
 from engine.waits import derive
 
-GRADIENT_PHASES = ("tail", "backward", "backward_kept", "embed_backward")
+GRADIENT_PHASES = ("tail", "backward", "backward_kept", "backward_offloaded", "embed_backward")
 """Computations that leave a block's gradients behind."""
 
 
@@ -24,11 +24,12 @@ class Op:
     """One operation on one lane."""
 
     kind: str
-    """load, compute, store, keep, clip, check, free or step."""
+    """load, compute, store, keep, clip, check, free or step; for activations evict, drop or fetch."""
     block: int
     lane: str
     phase: str = ""
-    """Of compute: embed, forward, forward_kept, tail, recompute, backward, backward_kept, embed_backward; of step: device_step."""
+    """Of compute: embed, forward, tail, recompute, backward, embed_backward, and forward and backward _kept or _offloaded; of step:
+    device_step."""
     slot: int = -1
     """Device weight slot (load, compute, free) of a layer."""
     slab: int = -1
@@ -62,13 +63,18 @@ def _visits(p: Pipeline) -> list[tuple[str, int]]:
     """(phase, block) of every computation, in order; each needs its block's weights on the device."""
     layers = range(1, p.num_layers + 1)
     streamed = p.num_layers - p.kept_layers
-    visits = [("embed", 0), *(("forward_kept" if p.is_kept(i) else "forward", i) for i in layers), ("tail", p.head)]
+    visits = [("embed", 0), *((f"forward{_suffix(p, i)}", i) for i in layers), ("tail", p.head)]
     visits += [("backward_kept", i) for i in reversed(layers[streamed:])]
     for start in reversed(range(1, streamed + 1, p.checkpoint_interval)):
         group = range(start, min(start + p.checkpoint_interval, streamed + 1))
         visits += [("recompute", i) for i in group[:-1]]
-        visits += [("backward", i) for i in reversed(group)]
+        visits += [(f"backward{_suffix(p, i)}", i) for i in reversed(group)]
     return [*visits, ("embed_backward", 0)]
+
+
+def _suffix(p: Pipeline, layer: int) -> str:
+    """What becomes of the layer's activations: kept, offloaded or, without a suffix, recomputed."""
+    return "_kept" if p.is_kept(layer) else "_offloaded" if p.is_offloaded(layer) else ""
 
 
 def _operations(p: Pipeline) -> Iterator[Op]:
@@ -79,8 +85,15 @@ def _operations(p: Pipeline) -> Iterator[Op]:
     # On a lane shared with stores, loads must be issued a whole buffer ahead, or each would queue behind a store.
     # Elsewhere one visit ahead is enough, and it keeps the issuing thread from waiting for an update too early.
     ahead = max(1, p.depth - 1) if p.streams == 2 else 1
-    issued = 0
+    issued, waiting = 0, [block for phase, block in visits if phase == "backward_offloaded"]
+    assert not waiting or p.checkpoint_interval == 1, "offloaded activations need a checkpoint interval of 1"
+    evicted = -1
     for n, (phase, block) in enumerate(visits):
+        if evicted >= 0 and phase in ("forward_offloaded", "tail"):
+            yield Op(kind="drop", block=evicted, lane=lanes[COMPUTE], writes=frozenset({f"activations {evicted}"}))
+            evicted = -1
+        if phase == "tail" and waiting:
+            yield _fetch(waiting.pop(0), lanes)
         if n == 0:
             yield from filter(None, loads[:1])
             issued = 1
@@ -92,6 +105,11 @@ def _operations(p: Pipeline) -> Iterator[Op]:
             yield Op(kind="free", block=block, lane=lanes[COMPUTE], slot=slots[n], writes=frozenset({f"slot {slots[n]}"}))
         yield from filter(None, loads[issued : n + ahead + 1])
         issued = max(issued, n + ahead + 1)
+        if phase == "forward_offloaded":
+            yield _evict(block, lanes)
+            evicted = block
+        if phase == "backward_offloaded" and waiting:
+            yield _fetch(waiting.pop(0), lanes)
         if phase in GRADIENT_PHASES:
             yield from slabs.store(block, slab, lanes)
     yield from _finish(p, slabs, lanes)
@@ -108,6 +126,19 @@ def _loads(p: Pipeline, visits: list[tuple[str, int]], lanes: dict[str, str]) ->
             num_layer_loads += 1
         else:
             yield _load(p, block, -1, lanes)
+
+
+def _evict(block: int, lanes: dict[str, str]) -> Op:
+    """A layer's activations to the host."""
+    reads, writes = frozenset({f"activations {block}"}), frozenset({f"host activations {block}"})
+    return Op(kind="evict", block=block, lane=lanes[D2H], reads=reads, writes=writes)
+
+
+def _fetch(block: int, lanes: dict[str, str]) -> Op:
+    """A layer's activations back, into the one stage there is for them."""
+    return Op(
+        kind="fetch", block=block, lane=lanes[FETCH], reads=frozenset({f"host activations {block}"}), writes=frozenset({"stage"})
+    )
 
 
 def _weights(block: int, slot: int) -> str:
@@ -145,6 +176,10 @@ def _compute(p: Pipeline, phase: str, block: int, slot: int, slab: int, lanes: d
             writes.add("verdict")
     elif phase in GRADIENT_PHASES:
         writes.add(_gradients(block, slab))
+    if phase == "forward_offloaded":
+        writes.add(f"activations {block}")
+    if phase == "backward_offloaded":
+        writes.add("stage")  # compiled code may use what it reads last as scratch
     return Op(
         kind="compute",
         phase=phase,

@@ -15,6 +15,7 @@ import torch
 
 from baselines.system import REGISTRY, ModelSpec, Shape, SystemSpec
 from engine import Recipe
+from sweeps.memory import host_bytes
 from sweeps.result import digest, hashed
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -126,6 +127,7 @@ class Cell:
             recipe=self.recipe,
             dtype=DTYPES[self.dtype],
             device=torch.device(self.machine.device),
+            host_memory=self.machine.host_bytes or host_bytes(),
             options=dict(self.options),
         )
 

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from baselines.megatrain import build as build_engine
 from baselines.model import count_params
 from baselines.system import SystemSpec, build
-from engine import MegaTrain, Plan, Rates, Timeline
+from engine import Machine, MegaTrain, Plan, Rates, Timeline
 from sweeps import auto, environment
 from sweeps.cell import fits
 from sweeps.config import Cell, cell_from
@@ -29,21 +29,21 @@ from sweeps.errors import USER_ERRORS, one_line
 WIDTH = 60
 """Characters of a bar."""
 SHADES = " ░▒▓█"
-LANES = (("compute", "compute"), ("h2d", "load"), ("d2h", "store"), ("copy", "copies"), ("cpu", "CPU AdamW"))
+LANES = (("compute", "compute"), ("h2d", "load"), ("d2h", "store"), ("fetch", "fetch"), ("copy", "copies"), ("cpu", "CPU AdamW"))
 """Lane -> what it is called, in the order in which they are drawn."""
 MEMORY = ("device_memory", "host_memory")
 """Fields of a rates file that are sizes."""
 
 
-def compose_plan(overrides: Sequence[str]) -> tuple[Cell, Rates | None, int | None]:
-    """(cell, rates, device memory) that the command line names; None for both asks this machine. ValueError, one line."""
+def compose_plan(overrides: Sequence[str]) -> tuple[Cell, Machine | None]:
+    """The cell that the command line names, and the machine, None for this one. ValueError, one line."""
     elsewhere = any(item.lstrip("+").startswith("rates=") for item in overrides)
     auto.register("cuda" if elsewhere else None)
     with initialize_config_dir(str(auto.CONF), version_base="1.3"):
         plain: Any = OmegaConf.to_container(compose("config", list(overrides)), resolve=True, throw_on_missing=True)
     given = plain.pop("rates", None)
     if not given:
-        return cell_from(auto.resolve(OmegaConf.create(plain))), None, None
+        return cell_from(auto.resolve(OmegaConf.create(plain))), None
     plain["machine"] |= {"device": "cuda"} | {
         name: plain["machine"][name] or given[memory] for name, memory in zip(("device_bytes", "host_bytes"), MEMORY, strict=True)
     }
@@ -51,15 +51,17 @@ def compose_plan(overrides: Sequence[str]) -> tuple[Cell, Rates | None, int | No
     if plain["model"]["name"] == "auto":
         raise ValueError("model: got 'auto', allowed the name of a model where rates are given; for example model=qwen2.5-7b")
     rates = Rates(**{name: float(value) for name, value in given.items() if name not in (*MEMORY, "name")})
-    return cell_from(plain), rates, int(plain["machine"]["device_bytes"])
+    return cell_from(plain), Machine(
+        rates=rates, device_memory=int(plain["machine"]["device_bytes"]), host_memory=int(plain["machine"]["host_bytes"])
+    )
 
 
-def planned(cell: Cell, rates: Rates | None, device_memory: int | None) -> tuple[Plan, MegaTrain | None]:
+def planned(cell: Cell, machine: Machine | None) -> tuple[Plan, MegaTrain | None]:
     """The plan, and the engine where the system is the engine. Allocates nothing that grows with the model."""
     spec: SystemSpec = cell.spec()
     if cell.system != "megatrain":
         return build(cell.system, spec).plan(), None
-    engine = build_engine(spec, rates=rates, device_memory=device_memory)
+    engine = build_engine(spec, machine)
     return engine.plan(), engine
 
 
@@ -78,12 +80,14 @@ def layer_map(engine: MegaTrain) -> list[str]:
 
     def letter(block: int) -> str:
         kept = p.is_kept(block)
+        if p.is_offloaded(block):
+            return "O" if not p.on_device(block) else "P"
         return ("B" if kept else "D") if p.on_device(block) else ("K" if kept else "·")
 
     letters = "".join(map(letter, range(p.num_blocks)))
     return [
         f"  {letters[0]} {letters[1:-1]} {letters[-1]}   (embed, {p.num_layers} layers, head)",
-        "  · streamed, recomputed   K activations kept   D weights and optimizer on the device   B both",
+        "  · streamed, recomputed   K activations kept   O offloaded   D weights and optimizer on the device   B D+K   P D+O",
     ]
 
 
@@ -105,9 +109,9 @@ def timeline_lines(timeline: Timeline) -> list[str]:
     return lines
 
 
-def report(cell: Cell, rates: Rates | None, device_memory: int | None) -> list[str]:
+def report(cell: Cell, machine: Machine | None) -> list[str]:
     """All lines of the answer."""
-    plan, engine = planned(cell, rates, device_memory)
+    plan, engine = planned(cell, machine)
     had = dict(environment.machine(cell.machine, None))
     num_params, shape = count_params(cell.spec().model).total, cell.shape
     lines = [

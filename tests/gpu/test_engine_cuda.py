@@ -7,6 +7,7 @@ import itertools
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -46,10 +47,16 @@ def test_any_pipeline_gives_identical_bits(clip_norm):
 
 
 @pytest.mark.parametrize("clip_norm", [1.0, 0.0])
-def test_kept_activations_give_the_bits_of_recomputed_ones(clip_norm):
+def test_kept_and_offloaded_activations_give_the_bits_of_recomputed_ones(clip_norm):
     model, recipe = make_model("qwen2", dtype=torch.bfloat16, **SHAPE), Recipe(lr=1e-3, clip_norm=clip_norm)
     reference = train(model, recipe=recipe)
-    for options in ({"keep_activations": 2}, {"keep_activations": 6}, {"keep_activations": 3, "gradient_slabs": 2}):
+    kept = ({"keep_activations": 2}, {"keep_activations": 6}, {"keep_activations": 3, "gradient_slabs": 2})
+    offloaded = (
+        {"offload_activations": 6},
+        {"offload_activations": 2, "keep_activations": 2},
+        {"offload_activations": 3, "streams": 2},
+    )
+    for options in (*kept, *offloaded, {"optimizer_overlap": False, "gradient_slabs": 2}):
         found = train(model, recipe=recipe, poison=True, **options)
         assert found[0] == reference[0], options
         for name, value in found[1].items():
@@ -63,7 +70,8 @@ def test_kept_activations_give_the_bits_of_recomputed_ones(clip_norm):
         {"device_optimizer": 8, "keep_activations": 6},
         {"compile": True},
         {"compile": True, "device_optimizer": 3, "keep_activations": 2},
-        {"compile": True, "device_optimizer": -1, "keep_activations": -1},
+        {"compile": True, "offload_activations": 3, "keep_activations": 1},
+        {"compile": True, "device_optimizer": -1, "keep_activations": -1, "offload_activations": -1},
     ],
     ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()),
 )
@@ -105,12 +113,14 @@ def test_a_steady_step_neither_synchronises_nor_allocates_device_or_pinned_memor
     engine.close()
 
 
-@pytest.mark.parametrize("streams", [2, 3])
-def test_the_cuda_sanitizer_finds_nothing(streams):
+@pytest.mark.parametrize(
+    "options", ["streams=2, checkpoint_interval=2", "streams=3, checkpoint_interval=2", "offload_activations=4"]
+)
+def test_the_cuda_sanitizer_finds_nothing(options):
     program = (
         "import torch; from tests.gpu.test_engine_cuda import *\n"
         "model = make_model('qwen2', dtype=torch.bfloat16, **SHAPE)\n"
-        f"losses, _ = train(model, 3, streams={streams}, depth=2, checkpoint_interval=2, poison=True)\n"
+        f"losses, _ = train(model, 3, depth=2, poison=True, {options})\n"
         "print('losses', losses)"
     )
     environment = {**os.environ, "TORCH_CUDA_SANITIZER": "1"}
@@ -118,6 +128,26 @@ def test_the_cuda_sanitizer_finds_nothing(streams):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "losses" in done.stdout
     assert "data race" not in done.stderr
+
+
+def test_a_recorded_step_is_as_long_as_it_takes_and_its_lanes_overlap():
+    """Two clocks on one timeline: the recorded period agrees with the wall, and copies run beside the computation."""
+    skip_packed_sequence_check()
+    model = make_model("qwen2", dtype=torch.bfloat16, **{**SHAPE, "hidden_size": 1024, "intermediate_size": 4096})
+    batches = [make_batch(0, rows=32, seq_len=128, vocab=512) for _ in range(8)]
+    engine = make_engine(model, batch=batches[0], device="cuda", loss_chunk=4096, num_threads=4)
+    engine.record(batches[:4])
+    started = time.perf_counter()
+    for batch in batches:
+        engine.train_step(batch)
+    engine.drain()
+    step_s = (time.perf_counter() - started) / len(batches)
+    timeline = engine.record(batches)
+    engine.close()
+    assert 0.5 * step_s < timeline.step_s < 2 * step_s
+    assert {interval.lane for interval in timeline.intervals} == {"compute", "h2d", "d2h", "cpu"}
+    assert timeline.hidden_share("h2d") > 0.2
+    assert all(0 <= i.start_s < i.end_s <= timeline.step_s for i in timeline.intervals)
 
 
 def test_the_host_arena_is_pinned_and_moves_at_the_speed_of_pinned_memory():

@@ -67,6 +67,9 @@ PLACEMENTS = [
     {"keep_activations": 4},
     {"device_optimizer": 5, "keep_activations": 1, "checkpoint_interval": 2},
     {"device_optimizer": 6, "keep_activations": 4, "depth": 1},
+    {"offload_activations": 4},
+    {"offload_activations": 2, "keep_activations": 1, "device_optimizer": 3, "streams": 2},
+    {"offload_activations": 1, "gradient_slabs": 2, "depth": 3, "streams": 1},
 ]
 
 
@@ -83,6 +86,21 @@ def test_any_placement_gives_identical_bits(models, placement, dtype, clip_norm,
     resumed.resume(tmp_path / "half")
     second = train(resumed, 3, micro_batches=2, first=3)
     assert_same((first[0] + second[0], second[1]), expected)
+
+
+def test_offloaded_activations_cross_the_link_once_each_way(models):
+    """Beside weights and gradients what a graph holds, but not the layer's weights: they are loaded again as always."""
+    counters = []
+    for offloaded in (0, 4):
+        batch = make_batch(0, rows=8, seq_len=64)  # tensors beyond what is too small to move
+        engine = make_engine(models[torch.float32], batch=batch, offload_activations=offloaded)
+        engine.train_step(batch)
+        counters.append(engine.counters())
+    moved = counters[1]["d2h_bytes"] - counters[0]["d2h_bytes"]
+    assert moved == counters[1]["h2d_bytes"] - counters[0]["h2d_bytes"]
+    slabs = sum(slab.numel() for slab in engine._store.activations.values())
+    assert 0.6 * slabs < moved <= slabs
+    assert counters[1]["recompute_flops"] == 0 < counters[0]["recompute_flops"]
 
 
 @pytest.mark.parametrize("clip_norm", [0.5, 0.0])

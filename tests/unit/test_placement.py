@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.cost import Cost, Rates
+from engine.cost import LAYER_EFFICIENCY, Cost, Rates
 from engine.layout import Layout, pack
 from engine.pipeline import Pipeline
 from engine.placement import AUTO, EQUAL, choose
@@ -14,9 +14,13 @@ from engine.schedule import Op, build
 from engine.timeline import Interval, last_step, simulate
 
 NUMEL, TOKENS = 1 << 20, 100
-WIDTHS = Widths(hidden=1, inner=1, queries=0, keys=0, vocab=1)
+WIDTHS = Widths(hidden=1, inner=1, queries=0, keys=0, vocab=1, heads=1)
 RATES = Rates(
-    matmul_flops=2 * NUMEL * TOKENS / 0.01 / 0.66, adamw_params=NUMEL / 0.02, h2d_bytes=1e15, d2h_bytes=1e15, device_bytes=1e15
+    matmul_flops=2 * NUMEL * TOKENS / 0.01 / LAYER_EFFICIENCY[False],
+    adamw_params=NUMEL / 0.02,
+    h2d_bytes=1e15,
+    d2h_bytes=1e15,
+    device_bytes=1e15,
 )
 """10 ms a layer's forward, 20 ms a block's update; transfers and the rest take next to nothing."""
 PIPELINE = Pipeline(num_layers=8)
@@ -33,6 +37,7 @@ def step_s(pipeline: Pipeline, rates: Rates = RATES, *, compiled: bool = False) 
         widths=WIDTHS,
         shape=(1, 1, TOKENS),
         itemsize=2,
+        activation_bytes=10**6,
         loss_chunk=TOKENS,
         compiled=compiled,
         rates=rates,
@@ -72,6 +77,7 @@ def test_compiled_layers_leave_out_what_no_gradient_needs():
         widths=replace(WIDTHS, hidden=1 << 9, inner=1 << 10),
         shape=(1, 1, TOKENS),
         itemsize=2,
+        activation_bytes=10**6,
         loss_chunk=TOKENS,
         compiled=True,
         rates=RATES,
@@ -82,30 +88,41 @@ def test_compiled_layers_leave_out_what_no_gradient_needs():
     assert backward == pytest.approx(kept + forward / 2)  # the last product is half of this layer
 
 
+def chosen(pipeline: Pipeline, budget: int) -> Pipeline:
+    return choose(pipeline, fits=lambda p: bytes_of(p) <= budget, device_bytes=bytes_of, step_s=step_s)
+
+
 @pytest.mark.parametrize("budget", [0, 13, 14, 40, 60, 100, 179, 180, 10**6])
 def test_the_choice_is_the_best_that_fits(budget):
-    auto = replace(PIPELINE, device_blocks=AUTO, kept_layers=AUTO)
-    chosen = choose(auto, budget=budget, device_bytes=bytes_of, step_s=step_s)
-    assert bytes_of(chosen) <= budget
+    found = chosen(replace(PIPELINE, device_blocks=AUTO, kept_layers=AUTO), budget)
+    assert bytes_of(found) <= budget
     fitting = [
         other
         for device_blocks in range(11)
         for kept in range(9)
         if bytes_of(other := replace(PIPELINE, device_blocks=device_blocks, kept_layers=kept)) <= budget
     ]
-    assert step_s(chosen) <= (1 + EQUAL) * min(map(step_s, fitting))
+    assert step_s(found) <= (1 + EQUAL) * min(map(step_s, fitting))
+
+
+def test_an_idle_link_takes_activations_and_a_slow_one_none():
+    auto = replace(PIPELINE, device_blocks=10, offloaded_layers=AUTO)
+    found = choose(auto, fits=lambda p: True, device_bytes=bytes_of, step_s=step_s)
+    assert found.offloaded_layers == 8
+    assert step_s(found) == pytest.approx(0.080 + 0.160, rel=1e-2)  # nothing is recomputed
+    slow = replace(RATES, h2d_bytes=1e6 / 0.040, d2h_bytes=1e6 / 0.040)  # 40 ms a layer each way
+    found = choose(auto, fits=lambda p: True, device_bytes=bytes_of, step_s=lambda p: step_s(p, slow))
+    assert 0 < found.offloaded_layers < 4
 
 
 def test_a_number_given_is_kept():
-    auto = replace(PIPELINE, kept_layers=AUTO, device_blocks=2)
-    chosen = choose(auto, budget=50, device_bytes=bytes_of, step_s=step_s)
-    assert (chosen.device_blocks, chosen.kept_layers) == (2, 4)
+    found = chosen(replace(PIPELINE, kept_layers=AUTO, device_blocks=2), 50)
+    assert (found.device_blocks, found.kept_layers) == (2, 4)
 
 
 def test_nothing_fits_is_the_smallest_for_plan_to_refuse():
-    auto = replace(PIPELINE, device_blocks=AUTO, kept_layers=AUTO)
-    chosen = choose(auto, budget=-1, device_bytes=bytes_of, step_s=step_s)
-    assert (chosen.device_blocks, chosen.kept_layers) == (0, 0)
+    found = chosen(replace(PIPELINE, device_blocks=AUTO, kept_layers=AUTO, offloaded_layers=AUTO), -1)
+    assert (found.device_blocks, found.kept_layers, found.offloaded_layers) == (0, 0, 0)
 
 
 def test_a_timeline_is_the_last_whole_step_and_knows_what_is_hidden():

@@ -55,7 +55,8 @@ def pipelines(num_layers: int, depth: int, streams: int, interval: int) -> list[
     pooled = replace(base, gradient_slabs=2, clip=False)
     unclipped = [replace(pipeline, clip=False) for pipeline in (base, placed)]
     serial = [replace(pipeline, overlap=False) for pipeline in (base, pooled, placed)]
-    return [base, replace(base, gradient_slabs=2), pooled, placed, everything, *unclipped, *serial]
+    offloaded = [replace(placed, offloaded_layers=n) for n in {1, (num_layers + 1) // 2, num_layers} if interval == 1]
+    return [base, replace(base, gradient_slabs=2), pooled, placed, everything, *unclipped, *serial, *offloaded]
 
 
 def test_every_combination_is_free_of_races():
@@ -118,6 +119,20 @@ def test_a_serial_optimizer_runs_between_one_step_and_the_next(pipeline):
     assert all(i > last for i in updates)
     for later in range(size, 2 * size):
         assert all(before[later] >> i & 1 for i in updates), unrolled[later][0]
+
+
+@pytest.mark.parametrize("share", range(8))
+def test_offloaded_layers_are_spread_evenly_and_never_recomputed(share):
+    pipeline = Pipeline(num_layers=8, kept_layers=2, offloaded_layers=share)
+    offloaded = [layer for layer in range(1, 9) if pipeline.is_offloaded(layer)]
+    assert len(offloaded) == min(share, 6)
+    assert offloaded[:1] == [1] * (share > 0)
+    gaps = [after - before for before, after in itertools.pairwise([*offloaded, 7])]
+    assert max(gaps, default=0) - min(gaps, default=0) <= 1
+    ops = build(pipeline)
+    for kind in ("evict", "drop", "fetch"):
+        assert sorted(op.block for op in ops if op.kind == kind) == offloaded
+    assert [op.block for op in ops if op.phase == "backward"] == [i for i in range(6, 0, -1) if i not in offloaded]
 
 
 @pytest.mark.parametrize(("interval", "recomputes"), [(1, 0), (2, 3), (3, 4), (6, 5), (9, 5)])

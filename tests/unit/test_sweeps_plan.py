@@ -11,20 +11,21 @@ ELSEWHERE = ["model=qwen2.5-7b", "+rates=h200_16cores"]
 
 
 def test_a_machine_that_is_not_here_gets_its_placement_and_its_step():
-    cell, rates, memory = compose_plan(["system=megatrain_fast", *ELSEWHERE])
+    cell, machine = compose_plan(["system=megatrain_fast", *ELSEWHERE])
     assert (cell.machine.device, cell.shape.batch_size, cell.shape.seq_len) == ("cuda", 32, 1024)
-    plan, engine = planned(cell, rates, memory)
+    plan, engine = planned(cell, machine)
     assert engine is not None
     assert engine.pipeline.device_blocks > 0
     assert engine.pipeline.kept_layers > 0
-    assert 0.8 * memory < plan.device_bytes < memory
-    text = "\n".join(report(cell, rates, memory))
+    assert 0.8 * machine.device_memory < plan.device_bytes < machine.device_memory
+    text = "\n".join(report(cell, machine))
     assert f"predicted step {engine.predict().step_s:.3f} s" in text
     assert f"{plan.device_bytes / 1e9:.2f} of 150.1 GB" in text
     letters = re.search(r"\n  (\S) (\S+) (\S)   \(embed, 28 layers, head\)", text)
     assert letters
-    assert sum(letter in "DB" for letter in "".join(letters.groups())) == engine.pipeline.device_blocks
+    assert sum(letter in "DBP" for letter in "".join(letters.groups())) == engine.pipeline.device_blocks
     assert sum(letter in "KB" for letter in letters[2]) == engine.pipeline.kept_layers
+    assert sum(letter in "OP" for letter in letters[2]) == engine.pipeline.offloaded_layers
 
 
 def test_the_paper_preset_is_predicted_slower_than_streaming_and_fast_faster():

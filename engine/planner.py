@@ -1,0 +1,141 @@
+"""Bytes and seconds of one model on one machine under any pipeline, and the pipeline that suits them best.
+
+Invariant: what is planned here is what the host store and the executor allocate and what the schedule does; nothing
+here allocates, but for the probe of rates that were not given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from engine import placement
+from engine.config import EngineConfig
+from engine.cost import Cost, Rates, measure
+from engine.host import PAGE, HostSpec
+from engine.layout import Layout
+from engine.pipeline import Pipeline
+from engine.plan import Plan, Widths, device_bytes, offloaded_bytes
+from engine.schedule import build
+from engine.timeline import Timeline, simulate
+
+HOST_OVERHEAD = 2 * 10**9
+"""Bytes of host memory that a process with torch and a CUDA context holds before any model."""
+ACTIVATION_MARGIN = 1.05
+"""Of a pinned slab for activations over their closed form."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What to plan for; None asks the machine at hand."""
+
+    rates: Rates | None = None
+    device_memory: int | None = None
+    """Bytes."""
+    host_memory: int | None = None
+    """Bytes that a chosen placement must stay under; None sets no limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planner:
+    """Everything but the pipeline."""
+
+    config: EngineConfig
+    layouts: Sequence[Layout]
+    model_config: Any
+    """A transformers config."""
+    dtype: torch.dtype
+    shape: tuple[int, int, int]
+    """(number of micro-batches, rows, seq_len)."""
+    device: torch.device
+    num_threads: int
+    machine: Machine = field(default_factory=Machine)
+
+    @cached_property
+    def rates(self) -> Rates:
+        """What the machine does in a second: as given, or probed once."""
+        return self.machine.rates or measure(self.device, self.num_threads)
+
+    @cached_property
+    def _device_memory(self) -> int:
+        return self.machine.device_memory or int(torch.cuda.mem_get_info(self.device)[1])
+
+    def placed(self, p: Pipeline) -> Pipeline:
+        """`p` with what was left to `placement` chosen; on the CPU nothing is gained by moving things."""
+        asked = {name: getattr(p, name) for name in ("device_blocks", "kept_layers", "offloaded_layers")}
+        if placement.AUTO not in asked.values():
+            return p
+        if self.device.type != "cuda":
+            return replace(p, **{name: max(0, number) for name, number in asked.items()})
+        return placement.choose(p, fits=self._fits, device_bytes=self._device_total, step_s=lambda q: self.predict(q).step_s)
+
+    def _device_total(self, p: Pipeline) -> int:
+        return sum(self.device_bytes(p).values())
+
+    def _fits(self, p: Pipeline) -> bool:
+        host = self.machine.host_memory
+        fits_host = host is None or sum(self.host_bytes(p).values()) <= placement.USABLE_HOST * host
+        return fits_host and self._device_total(p) <= placement.USABLE * self._device_memory
+
+    def predict(self, p: Pipeline) -> Timeline:
+        """One steady step, simulated."""
+        cost = Cost(
+            pipeline=p,
+            layouts=self.layouts,
+            widths=Widths.of(self.model_config),
+            shape=self.shape,
+            itemsize=self.dtype.itemsize,
+            activation_bytes=self._activation_bytes,
+            loss_chunk=self.config.loss_chunk,
+            compiled=self.config.compile,
+            rates=self.rates,
+        )
+        return simulate(build(p), cost.seconds)
+
+    @cached_property
+    def _activation_bytes(self) -> int:
+        """Of one offloaded layer."""
+        num_micro_batches, rows, seq_len = self.shape
+        size = offloaded_bytes(self.model_config, rows * seq_len, self.dtype.itemsize, compiled=self.config.compile)
+        return num_micro_batches * size
+
+    def host_spec(self, p: Pipeline) -> HostSpec:
+        """Sizes of the host store."""
+        sizes = [layout.numel for layout in self.layouts]
+        hosted = [block for block in range(p.num_blocks) if not p.on_device(block)]
+        shared = [block for block in hosted if p.pooled and p.is_layer(block)]
+        first = p.gradient_slabs if p.pooled else 0
+        slabs = dict.fromkeys(range(p.gradient_slabs), max(sizes[1:-1])) if shared else {}
+        slabs |= {first + block: sizes[block] for block in hosted if block not in shared}
+        activations = math.ceil(self._activation_bytes * ACTIVATION_MARGIN / PAGE) * PAGE
+        return HostSpec(
+            layouts=self.layouts,
+            dtype=self.dtype,
+            master=self.config.master,
+            slabs=slabs,
+            activations={block: activations for block in range(p.num_blocks) if p.is_offloaded(block)},
+            kept=shared if p.deferred else (),
+            on_device=p.device_blocks,
+        )
+
+    def host_bytes(self, p: Pipeline) -> dict[str, int]:
+        """Host bytes by kind."""
+        return self.host_spec(p).host_bytes() | ({"other": HOST_OVERHEAD} if self.device.type == "cuda" else {})
+
+    def device_bytes(self, p: Pipeline) -> dict[str, int]:
+        """Device bytes by kind."""
+        device = device_bytes(
+            p, self.layouts, self.model_config, self.dtype, self.shape, self.config.loss_chunk, compiled=self.config.compile
+        )
+        state = self.host_spec(p).device_state_bytes()
+        state.pop("weights")  # counted above
+        return device | state
+
+    def plan(self, p: Pipeline) -> Plan:
+        """Closed-form bytes by kind."""
+        return Plan(device=self.device_bytes(p), host=self.host_bytes(p))
