@@ -80,7 +80,7 @@ class MegaTrain:
             dtype=dtype,
             shape=self.shape,
             device=self.device,
-            num_threads=self.config.num_threads or max(1, (os.cpu_count() or 1) - (2 if self.device.type == "cuda" else 0)),
+            num_threads=self.config.num_threads or max(1, len(os.sched_getaffinity(0)) - (2 if self.device.type == "cuda" else 0)),
             machine=machine or Machine(),
         )
         self.pipeline = self._planner.placed(asked)
