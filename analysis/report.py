@@ -4,6 +4,8 @@
     python -m analysis.report PATH... --out DIR  # write it there
     python -m analysis.report PATH... --readme   # print the Markdown table only, write nothing
 
+Timelines in the folder `traces` beside the rows (measure.trace=true) are drawn too.
+
 Invariant: reads rows, never changes them. One table and one figure for each (experiment, model, batch, length, machine).
 """
 
@@ -21,7 +23,8 @@ from rich.console import Console
 
 from analysis import load, style, tables
 from analysis.compare import compare, notes, sentence
-from analysis.figures import quickstart
+from analysis.figures import quickstart, timeline
+from analysis.timeline import SUFFIX
 
 PIPED_WIDTH = 100
 """Columns when the output is not a terminal."""
@@ -88,6 +91,12 @@ def write(frame: pd.DataFrame, folder: Path, name: str) -> list[Path]:
     return [*written, page]
 
 
+def timelines(frame: pd.DataFrame) -> list[Path]:
+    """The timelines recorded beside the files that these rows come from."""
+    folders = dict.fromkeys(Path(str(source)).parent / "traces" for source in frame["source"])
+    return [path for folder in folders for path in sorted(folder.glob(f"*{SUFFIX}"))]
+
+
 def _short(commit: str) -> str:
     """Nine digits, and `-dirty` where the tree was not what the commit says."""
     digits, dash, dirty = commit.partition("-")
@@ -130,6 +139,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for part in parts:
             show(part, console)
         print(*written, sep="\n", flush=True)
+        traced = timelines(frame)
+        for line in (*timeline.write(traced, options.out), *timeline.profile_notes(traced)):
+            print(line, flush=True)
     except BrokenPipeError:  # the reader (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:

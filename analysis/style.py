@@ -94,6 +94,33 @@ SYSTEMS: dict[str, Look] = {
 }
 """Every system by its registry name, in the order in which it is listed when nothing else decides."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class Fill:
+    """How one kind of work is named and filled on a timeline."""
+
+    name: str
+    color: str
+    hatch: str = ""
+    ink: str = "white"
+    """Colour of the hatch."""
+
+
+WORK: dict[str, Fill] = {
+    "forward": Fill(name="forward", color="#9cc5ea"),
+    "recompute": Fill(name="recomputed forward", color="#9cc5ea", hatch="/////", ink="#1b4b82"),
+    "head": Fill(name="head and loss", color="#f5dc6b", hatch=".....", ink="#5d5210"),
+    "backward_recomputing": Fill(name="recompute + backward", color="#1b4b82", hatch="/////"),
+    "backward": Fill(name="backward", color="#1b4b82"),
+    "adamw": Fill(name="AdamW", color="#d0632b", hatch="\\\\\\\\\\"),
+    "load": Fill(name="load weights", color="#4fa58c"),
+    "store": Fill(name="store gradients", color="#5f4690", hatch="-----"),
+    "activations": Fill(name="move activations", color="#e58fb0", hatch="....", ink="#6b1239"),
+    "keep": Fill(name="gradient copy", color="#c9a6cf", hatch="xxxxx", ink="#5c3566"),
+    "other": Fill(name="other", color="#9a9a9a"),
+}
+"""Work on a timeline, in the order of the legend: one hue for a computation's direction, slashes where it is done again."""
+
 LINES = ("-", "--", ":", "-.")
 FILLS = ("full", "none", "left")
 """Line and marker fill of the variants of one system, in turn: twelve before both repeat."""
