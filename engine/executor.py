@@ -16,15 +16,15 @@ from typing import Any
 import torch
 
 from engine.decoder import Decoder, Recording, tensors
-from engine.head import loss_and_gradients, num_chunks, summed_cross_entropy
+from engine.head import loss_and_gradients, summed_cross_entropy
 from engine.host import HostStore
-from engine.layout import Layout
+from engine.memory import DeviceMemory
 from engine.offload import Offloaded, copy_in_pieces, storages
 from engine.optimizer import AdamW, clip_scale
 from engine.pipeline import Pipeline
 from engine.recipe import Batch, NonFiniteLossError
 from engine.schedule import Op, build
-from engine.slots import Gradients, Slots, leaves
+from engine.slots import Gradients
 from engine.streams import Lanes, Ticket
 from engine.timeline import label_of
 
@@ -52,7 +52,7 @@ class _Step:
 
 
 class Executor:
-    """Device memory, handlers for each kind of operation, and the tickets that connect one step to the next."""
+    """Handlers for each kind of operation, and the tickets that connect one step to the next."""
 
     def __init__(
         self,
@@ -77,41 +77,10 @@ class Executor:
         self.counters = dict.fromkeys(("h2d_bytes", "d2h_bytes", "recompute_flops", "optimizer_s"), 0.0)
         self._labels = [label_of(op) for op in self.ops]
         self._tickets: tuple[list[Ticket], list[Ticket]] = ([], [])
-        self._allocate(store.spec.dtype, *micro_batch)
-
-    def _allocate(self, dtype: torch.dtype, num_micro_batches: int, rows: int, seq_len: int) -> None:
-        p, layouts = self.pipeline, self.store.spec.layouts
-        owners = [block for block in range(p.num_blocks) if p.owns_weights(block)]
-        states = self.store.states
-        self._homes = {b: states[b].weight if p.on_device(b) else self._zeros(layouts[b].numel, dtype) for b in owners}
-        self._own_weights = {b: leaves(layouts[b], home) for b, home in self._homes.items()}
-        self._slots = Slots(p.depth, [layouts[b] for b in range(p.num_blocks) if b not in owners], dtype, self.device)
-        self.decoder.bind(self.device, {name: view for b in (0, p.head) for name, view in self._own_weights[b].items()})
-        self._outer_parameters = self.decoder.outer_parameters()
-        self._num_embed = len(layouts[0].fields)
-
-        contributions = num_chunks(rows, seq_len, self.loss_chunk) * num_micro_batches
-        layers = range(1, p.head)
-        ring_numel = max((layouts[b].numel for b in layers if not p.owns_gradients(b)), default=0)
-        self._slabs = [self._zeros(ring_numel, dtype) for _ in range(p.depth)]
-        self._own_slabs = {b: self._zeros(layouts[b].numel, dtype) for b in range(p.num_blocks) if p.owns_gradients(b)}
-        self._layer_wide = self._wide(max(layouts[b].numel for b in layers), dtype, num_micro_batches)
-        self._outer_gradients = {
-            b: Gradients(layouts[b], self._own_slabs[b], self._wide(layouts[b].numel, dtype, contributions)) for b in (0, p.head)
-        }
-        self._stage = torch.zeros(
-            max(map(torch.numel, self.store.activations.values()), default=0), dtype=torch.uint8, device=self.device
-        )
-        self._norms = torch.zeros(p.num_blocks, device=self.device)
-        self._scale = torch.ones((), device=self.device)  # of the gradients, for updates on the device; NaN forbids them
-        self._verdict = torch.zeros(3, pin_memory=self.device.type == "cuda")  # loss, gradient norm, scale: for the CPU lane
-
-    def _zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(numel, dtype=dtype, device=self.device)
-
-    def _wide(self, numel: int, dtype: torch.dtype, contributions: int) -> torch.Tensor | None:
-        """fp32 scratch where several bf16 contributions are summed."""
-        return self._zeros(numel, torch.float32) if contributions > 1 and dtype != torch.float32 else None
+        self.memory = DeviceMemory(pipeline, store, device=device, loss_chunk=loss_chunk, micro_batch=micro_batch)
+        self.decoder.bind(device, self.memory.outer_weights)
+        self._outer_parameters = decoder.outer_parameters()
+        self._num_embed = len(store.spec.layouts[0].fields)
 
     def run(self, batch: Batch, step: int) -> torch.Tensor:
         """Enqueue one step; the loss, fp32, 0-dim, on the device's current stream."""
@@ -129,11 +98,11 @@ class Executor:
 
     def _load(self, op: Op, _: _Step) -> None:
         source = self.store.states[op.block].weight
-        self._home(op)[: source.numel()].copy_(source, non_blocking=True)
+        self.memory.home(op)[: source.numel()].copy_(source, non_blocking=True)
         self.counters["h2d_bytes"] += source.nbytes
 
     def _store(self, op: Op, _: _Step) -> None:
-        source = self._slab(op)
+        source = self.memory.slab(op)
         self.store.slabs[op.host_slab][: source.numel()].copy_(source, non_blocking=True)
         self.counters["d2h_bytes"] += source.nbytes
 
@@ -147,19 +116,12 @@ class Executor:
 
     def _fetch(self, op: Op, s: _Step) -> None:
         size = s.offloaded[op.block].num_bytes
-        copy_in_pieces(self._stage[:size], self.store.activations[op.block][:size], PIECE)
+        copy_in_pieces(self.memory.stage[:size], self.store.activations[op.block][:size], PIECE)
         self.counters["h2d_bytes"] += size
 
     def _free(self, op: Op, _: _Step) -> None:
         if self.pipeline.poison:
-            self._slots.poison(op.slot)
-
-    def _slab(self, op: Op) -> torch.Tensor:
-        flat = self._own_slabs[op.block] if op.slab < 0 else self._slabs[op.slab]
-        return flat[: self._layout(op).numel]
-
-    def _layout(self, op: Op) -> Layout:
-        return self.store.spec.layouts[op.block]
+            self.memory.slots.poison(op.slot)
 
     # Compute lane.
 
@@ -186,7 +148,7 @@ class Executor:
 
     @torch.no_grad()
     def _forward_kept(self, op: Op, s: _Step) -> None:
-        weights, layer = self._weights(op), op.block - 1
+        weights, layer = self.memory.weights(op), op.block - 1
         template = self.decoder.templates[layer]
         graphs = [template.forward_kept(weights, x, r.calls[layer], layer) for x, r in zip(s.hidden, s.recordings, strict=True)]
         s.graphs[op.block] = graphs
@@ -194,29 +156,22 @@ class Executor:
 
     @torch.no_grad()
     def _forward_offloaded(self, op: Op, s: _Step) -> None:
-        weights, layer = self._weights(op), op.block - 1
+        weights, layer = self.memory.weights(op), op.block - 1
         template, calls = self.decoder.templates[layer], [r.calls[layer] for r in s.recordings]
         shared = storages([*s.hidden, *(value for call in calls for value in tensors((call.args, call.kwargs)))])
-        s.offloaded[op.block] = kept = Offloaded(weights=weights, home=self._home(op), shared=shared)
+        s.offloaded[op.block] = kept = Offloaded(weights=weights, home=self.memory.home(op), shared=shared)
         with kept.hooks():
             kept.graphs = [template.forward_kept(weights, x, call, layer) for x, call in zip(s.hidden, calls, strict=True)]
         s.hidden = [output.detach() for _, output in kept.graphs]
-
-    def _home(self, op: Op) -> torch.Tensor:
-        """The flat device memory of the block's weights."""
-        return self._homes[op.block] if op.slot < 0 else self._slots.buffers[op.slot]
 
     @torch.no_grad()
     def _recompute(self, op: Op, s: _Step) -> None:
         s.saved[op.block + 1] = self._layer(op, s, s.saved[op.block])
         tokens = s.batch.tokens.numel()
-        self.counters["recompute_flops"] += 2 * self._layout(op).num_params * tokens
-
-    def _weights(self, op: Op) -> Mapping[str, torch.Tensor]:
-        return self._own_weights[op.block] if op.slot < 0 else self._slots.weights(op.slot, self._layout(op))
+        self.counters["recompute_flops"] += 2 * self.memory.layout(op).num_params * tokens
 
     def _layer(self, op: Op, s: _Step, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        weights, layer = self._weights(op), op.block - 1
+        weights, layer = self.memory.weights(op), op.block - 1
         template = self.decoder.templates[layer]
         return [template.forward(weights, x, r.calls[layer], layer) for x, r in zip(inputs, s.recordings, strict=True)]
 
@@ -237,26 +192,26 @@ class Executor:
             s.loss.add_(loss)
             s.grads.append(grad)
         s.hidden.clear()
-        self._finish(op, self._outer_gradients[op.block])
+        self._finish(op, self.memory.outer_gradients[op.block])
         if not self.pipeline.clip:
             self._decide(s, norm=torch.zeros_like(s.loss), scale=torch.ones_like(s.loss))
 
     def _add_outer(self, grads: Sequence[torch.Tensor | None]) -> None:
-        self._outer_gradients[0].add(grads[: self._num_embed])
-        self._outer_gradients[self.pipeline.head].add(grads[self._num_embed :])
+        self.memory.outer_gradients[0].add(grads[: self._num_embed])
+        self.memory.outer_gradients[self.pipeline.head].add(grads[self._num_embed :])
 
     def _backward_kept(self, op: Op, s: _Step) -> None:
-        self._differentiate(op, s, self._weights(op), s.graphs.pop(op.block))
+        self._differentiate(op, s, self.memory.weights(op), s.graphs.pop(op.block))
 
     def _backward_offloaded(self, op: Op, s: _Step) -> None:
         kept = s.offloaded.pop(op.block)
-        kept.home, kept.stage = self._home(op), self._stage
+        kept.home, kept.stage = self.memory.home(op), self.memory.stage
         self._differentiate(op, s, kept.weights, kept.graphs)
 
     @torch.no_grad()
     def _differentiate(self, op: Op, s: _Step, weights: Mapping[str, torch.Tensor], graphs: list[Any]) -> None:
         """Backward of a layer whose graphs are there; each goes as soon as it was used."""
-        template, gradients = self.decoder.templates[op.block - 1], Gradients(self._layout(op), self._slab(op), self._layer_wide)
+        template, gradients = self.decoder.templates[op.block - 1], self.memory.gradients(op)
         for m in range(len(s.recordings)):
             hidden, output = graphs[m]
             s.grads[m], grads = template.differentiate(weights, hidden, output, s.grads[m])
@@ -267,9 +222,9 @@ class Executor:
 
     @torch.no_grad()
     def _backward(self, op: Op, s: _Step) -> None:
-        layout, layer = self._layout(op), op.block - 1
-        weights, template = self._weights(op), self.decoder.templates[layer]
-        gradients = Gradients(layout, self._slab(op), self._layer_wide)
+        layout, layer = self.memory.layout(op), op.block - 1
+        weights, template = self.memory.weights(op), self.decoder.templates[layer]
+        gradients = self.memory.gradients(op)
         inputs = s.saved.pop(op.block)
         for m, recording in enumerate(s.recordings):
             s.grads[m], grads = template.backward(weights, inputs[m], recording.calls[layer], layer, s.grads[m])
@@ -288,32 +243,32 @@ class Executor:
                 if g is not None
             ]
             assert not late, f"{late} are used before the layers but registered after them"
-            self._outer_gradients[0].add(grads[: self._num_embed])
-        self._finish(op, self._outer_gradients[0])
+            self.memory.outer_gradients[0].add(grads[: self._num_embed])
+        self._finish(op, self.memory.outer_gradients[0])
         s.recordings.clear()
         s.grads.clear()
 
     def _finish(self, op: Op, gradients: Gradients) -> None:
         flat = gradients.finish()
         if self.pipeline.clip:
-            self._norms[op.block] = torch.linalg.vector_norm(flat, dtype=torch.float32)
+            self.memory.norms[op.block] = torch.linalg.vector_norm(flat, dtype=torch.float32)
 
     @torch.no_grad()
     def _clip(self, _: Op, s: _Step) -> None:
-        norm = torch.linalg.vector_norm(self._norms)
+        norm = torch.linalg.vector_norm(self.memory.norms)
         self._decide(s, norm=norm, scale=clip_scale(norm, self.optimizer.recipe.clip_norm))
 
     def _decide(self, s: _Step, *, norm: torch.Tensor, scale: torch.Tensor) -> None:
         """One verdict for updates on both sides: the gradients' scale, not finite where the loss or the norm is not."""
         scale = scale + 0.0 * s.loss
-        self._verdict.copy_(torch.stack((s.loss, norm, scale)), non_blocking=True)
+        self.memory.verdict.copy_(torch.stack((s.loss, norm, scale)), non_blocking=True)
         if self.pipeline.device_blocks:
-            self._scale.copy_(scale)
+            self.memory.scale.copy_(scale)
             self._hyper = self._to_device(self.optimizer.hyper_tensor(s.index))
 
     @torch.no_grad()
     def _device_step(self, op: Op, _: _Step) -> None:
-        self.optimizer.device_step(self.store.states[op.block], self._slab(op), hyper=self._hyper, scale=self._scale)
+        self.optimizer.device_step(self.store.states[op.block], self.memory.slab(op), hyper=self._hyper, scale=self.memory.scale)
 
     # CPU lane.
 
@@ -322,7 +277,7 @@ class Executor:
         home.copy_(self.store.slabs[op.host_slab][: home.numel()])
 
     def _check(self, _: Op, s: _Step) -> None:
-        loss, norm, scale = self._verdict.tolist()
+        loss, norm, scale = self.memory.verdict.tolist()
         if not math.isfinite(scale):
             raise NonFiniteLossError(f"step {s.index}: loss {loss}, gradient norm {norm}; no optimizer step was taken")
 
@@ -330,5 +285,5 @@ class Executor:
         state = self.store.states[op.block]
         gradient = self.store.kept[op.block] if op.host_slab < 0 else self.store.slabs[op.host_slab][: state.weight.numel()]
         started = time.perf_counter()
-        self.optimizer.step(state, gradient, step=s.index, scale=float(self._verdict[2]))
+        self.optimizer.step(state, gradient, step=s.index, scale=float(self.memory.verdict[2]))
         self.counters["optimizer_s"] += time.perf_counter() - started

@@ -64,7 +64,7 @@ def test_layers_of_one_configuration_share_one_template():
 def test_templates_hold_no_weights_and_weights_are_views_of_the_slot():
     engine = make_engine(make_model("qwen2"))
     assert all(p.is_meta for t in engine._decoder.templates for p in t.module.parameters())
-    slots, layout = engine._executor._slots, engine._layouts[1]
+    slots, layout = engine._executor.memory.slots, engine._planner.layouts[1]
     for slot, buffer in enumerate(slots.buffers):
         first, last = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
         for view in slots.weights(slot, layout).values():

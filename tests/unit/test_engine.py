@@ -12,6 +12,7 @@ from engine import Batch, EngineConfig, MegaTrain, NonFiniteLossError, Recipe
 from engine.decoder import Call
 from engine.streams import TwinLanes
 from engine.template import Template
+from engine.timeline import label_of
 from tests.models import assert_same, engine_gradients, make_batch, make_engine, make_model, plain_loss, train, weights_of
 
 RECIPE = Recipe(lr=1e-2, clip_norm=0.5)
@@ -139,7 +140,7 @@ def test_the_executor_submits_what_the_schedule_says(models):
     engine = make_engine(models[torch.float32], lanes=lanes)
     train(engine, 2)
     ops = engine._executor.ops
-    labels = [f"{op.kind} {op.phase} {op.block}" for op in ops]
+    labels = [label_of(op) for op in ops]
     assert len(lanes.log) == 2 * len(ops)
     for index, (lane, label, waits) in enumerate(lanes.log):
         op = ops[index % len(ops)]
@@ -153,7 +154,7 @@ def test_tied_embeddings_are_one_parameter_moved_once(models):
     names = [name for name, _ in engine.parameters()]
     assert len(names) == len(set(names))
     assert "lm_head.weight" not in names
-    stored = sum(layout.num_params for layout in engine._layouts)
+    stored = sum(layout.num_params for layout in engine._planner.layouts)
     assert stored == sum(p.numel() for p in make_model("qwen2", tie_word_embeddings=True).parameters())
 
 

@@ -62,8 +62,9 @@ def test_save_is_whole_or_not_at_all(models, tmp_path, monkeypatch):
         make_engine(models[torch.bfloat16], master="fp32").resume(tmp_path / "whole")
 
 
-def test_host_plan_is_what_is_allocated_and_split_master_holds_12_bytes(models):
-    engine = make_engine(models[torch.bfloat16])
+@pytest.mark.parametrize("offloaded", [0, 2])
+def test_host_plan_is_what_is_allocated_and_split_master_holds_12_bytes(models, offloaded):
+    engine = make_engine(models[torch.bfloat16], offload_activations=offloaded)
     store = engine._store
     states = store.states
     allocated = {
@@ -71,14 +72,16 @@ def test_host_plan_is_what_is_allocated_and_split_master_holds_12_bytes(models):
         "master": sum(s.extra.nbytes for s in states),
         "moments": sum(s.exp_avg.nbytes + s.exp_avg_sq.nbytes for s in states),
         "gradients": sum(s.nbytes for s in store.slabs.values()),
+        "activations": sum(s.nbytes for s in store.activations.values()),
     }
+    assert len(store.activations) == offloaded
     planned = dict(engine.plan().host)
     assert "other" not in planned  # on the CPU; with CUDA, what its context holds
     assert allocated == planned
-    elements = sum(layout.numel for layout in engine._layouts)
+    elements = sum(layout.numel for layout in engine._planner.layouts)
     assert allocated["weights"] + allocated["master"] + allocated["moments"] == 12 * elements
     # One arena of exactly the needed size plus one page: no rounding to a power of two.
-    assert store._arena._storage.numel() == allocated["weights"] + allocated["gradients"] + 4096
+    assert store._arena._storage.numel() == allocated["weights"] + allocated["gradients"] + allocated["activations"] + 4096
 
 
 def test_plan_allocates_nothing(models):
@@ -120,11 +123,11 @@ def test_missing_weights_are_named():
 def test_counters_are_the_bytes_of_the_schedule(models):
     engine = make_engine(models[torch.bfloat16], checkpoint_interval=1)
     train(engine, 3)
-    sizes = [layout.numel * 2 for layout in engine._layouts]
+    sizes = [layout.numel * 2 for layout in engine._planner.layouts]
     counters = engine.counters()
     assert counters["h2d_bytes"] == 3 * (sum(sizes) + sum(sizes[1:-1]))
     assert counters["d2h_bytes"] == 3 * sum(sizes)
-    layer_params = engine._layouts[1].num_params
+    layer_params = engine._planner.layouts[1].num_params
     assert counters["recompute_flops"] == 3 * 2 * 4 * layer_params * make_batch(0).tokens.numel()
 
 
