@@ -15,9 +15,8 @@ import pandas as pd
 from analysis import stats
 from analysis.stats import Estimate
 from analysis.style import STATUS_LABELS, SYSTEMS
-from sweeps.result import LOSS_TOLERANCE
+from sweeps.result import LOSS_TOLERANCE, REFERENCE, STAND_IN
 
-REFERENCE = "in_memory"
 BASELINE = "zero3"
 CPU_NOTE = "CPU speeds prove wiring and numerics; they say nothing about GPUs."
 
@@ -61,6 +60,11 @@ class Standing:
         return self.system == REFERENCE
 
     @property
+    def stands_in(self) -> bool:
+        """Whether others were held against this one because the in-memory system has no room (sweeps.result.compared)."""
+        return self.system == STAND_IN and self.max_loss_difference == 0.0
+
+    @property
     def differs(self) -> bool:
         """Whether the losses are known to disagree with the reference."""
         return self.agrees is False and not self.is_reference
@@ -96,7 +100,7 @@ def compare(frame: pd.DataFrame) -> Comparison:
     best = _fastest([one for one in standings if one.ranked])
     standings = [replace(one, ratio=_ratio(one, baseline), best=one is best) for one in standings]
     standings = _numbered(standings)
-    references = [one for one in standings if one.is_reference and one.losses]
+    references = [one for one in standings if one.losses and one.stands_in] + [o for o in standings if o.losses and o.is_reference]
     return Comparison(
         standings=sorted(standings, key=_order),
         baseline=baseline,

@@ -61,13 +61,13 @@ def _interval(standing: Standing) -> str | None:
 
 
 def _agrees(standing: Standing) -> str | None:
-    if standing.is_reference:
+    if standing.is_reference or standing.stands_in:
         return "reference" if standing.losses else None
     return None if standing.agrees is None else "yes" if standing.agrees else "differs"
 
 
 def _gap(standing: Standing) -> str | None:
-    return None if standing.is_reference else _number(standing.max_loss_difference, ".1e")
+    return None if standing.is_reference or standing.stands_in else _number(standing.max_loss_difference, ".1e")
 
 
 def _system(standing: Standing) -> str:

@@ -20,6 +20,9 @@ STATUSES = ("ok", "oom_device", "oom_host", "timeout", "nonfinite", "unsupported
 """ok: measured. wont_fit: refused from `plan` before anything was allocated. oom_host: killed by SIGKILL, or MemoryError."""
 REFERENCE = "in_memory"
 """The system whose losses the others must agree with."""
+STAND_IN = "zero3"
+"""The reference where REFERENCE has no room on the machine: an independent implementation with an fp32 master."""
+NO_ROOM = ("wont_fit", "oom_device", "oom_host")
 UNHASHED = ("experiment", "logging", "output_dir")
 """Groups of a config that cannot change a measurement; machine and measure.timeout_s are left out beside them."""
 LOSS_TOLERANCE = 2e-3
@@ -66,8 +69,8 @@ class Row:
     """Peak PSS of the cell's process tree, sampled from outside it (pinned pages included)."""
     host_bytes: dict[str, int] = field(default_factory=dict)
     """peak_host_bytes by kind: pss_anon_bytes, pss_file_bytes, pss_shmem_bytes."""
-    plan: dict[str, dict[str, int]] = field(default_factory=dict)
-    """{"device": {kind: bytes}, "host": {kind: bytes}} as predicted before the run."""
+    plan: dict[str, Any] = field(default_factory=dict)
+    """{"device": {kind: bytes}, "host": {kind: bytes}} as predicted before the run, and step_s where a system predicts it."""
     counters: dict[str, float] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
     """gpu, num_gpus, device_bytes, cpu, num_cores, host_bytes, matrix_peak_tflops."""
@@ -145,14 +148,20 @@ def comparison_key(config: Mapping[str, Any]) -> str:
 
 
 def compared(row: Row, rows: Sequence[Row]) -> Row:
-    """`row` with its losses held against the latest reference of the same model, batches, recipe and dtype."""
+    """`row` with its losses held against the latest reference of the same model, batches, recipe and dtype.
+
+    Where a row says that REFERENCE has no room, STAND_IN takes its place.
+    """
     if row.status != "ok":
         return row
-    if row.system == REFERENCE:
-        return dataclasses.replace(row, agrees=True, max_loss_difference=0.0)
     key = comparison_key(row.config)
-    same = (item for item in reversed(rows) if item.system == REFERENCE and item.status == "ok")
-    reference = next((item for item in same if comparison_key(item.config) == key), None)
+    alike = [item for item in reversed(rows) if item.system in (REFERENCE, STAND_IN) and comparison_key(item.config) == key]
+    name = REFERENCE
+    if all(item.status in NO_ROOM for item in alike if item.system == REFERENCE) and any(i.system == REFERENCE for i in alike):
+        name = STAND_IN
+    if row.system == name:
+        return dataclasses.replace(row, agrees=True, max_loss_difference=0.0)
+    reference = next((item for item in alike if item.system == name and item.status == "ok"), None)
     if reference is None or not row.losses:
         return row
     worst = max(abs(mine - theirs) for mine, theirs in zip(row.losses, reference.losses, strict=False))

@@ -1,5 +1,6 @@
 """THE loop, with a system that records its calls and a clock that counts; the samplers; rows on disk."""
 
+import dataclasses
 import json
 import math
 import multiprocessing
@@ -147,6 +148,14 @@ def test_agreement_is_with_the_reference_of_the_same_config() -> None:
     assert compared(row("zero3", 1.003), rows).agrees is False
     assert compared(row("zero3", 1.0, seed=1), rows).agrees is None
     assert compared(row("in_memory", 1.0), []).agrees is True
+    # Without room for the reference ZeRO-3 stands in, and only then.
+    no_room = dataclasses.replace(row("in_memory", 1.0), status="wont_fit", losses=[])
+    assert compared(row("zero3", 1.0), []).agrees is None
+    assert compared(row("zero3", 1.0), [no_room]).max_loss_difference == 0.0
+    assert compared(row("megatrain", 1.001), [no_room, row("zero3", 1.0)]).agrees is True
+    assert compared(row("megatrain", 1.003), [no_room, row("zero3", 1.0)]).agrees is False
+    assert compared(row("megatrain", 1.001), [row("zero3", 1.0)]).agrees is None
+    assert compared(row("megatrain", 1.003), [no_room, row("zero3", 1.0), row("in_memory", 1.003)]).agrees is True
 
 
 def isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, timeout_s: float = 20.0) -> Outcome:
