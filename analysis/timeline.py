@@ -53,7 +53,7 @@ WORK: dict[str, str] = {
     "step": ADAMW,
     "step device_step": ADAMW,
 }
-"""Kind and phase of an operation, as its label begins -> the work it is. What is not here (clip, check, free, drop) is OTHER."""
+"""Kind and phase of an operation, as its label begins -> the work it is. The others (clip, check, free, drop, stage) are OTHER."""
 COPIES = (LOAD, STORE, ACTIVATIONS)
 EXAMPLE = "write one with python -m sweeps.run system=megatrain measure.trace=true"
 

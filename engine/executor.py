@@ -114,10 +114,13 @@ class Executor:
     def _drop(self, op: Op, s: _Step) -> None:
         s.offloaded[op.block].drop()
 
+    def _stage(self, op: Op, s: _Step) -> None:
+        s.offloaded[op.block].stage()
+
     def _fetch(self, op: Op, s: _Step) -> None:
-        size = s.offloaded[op.block].num_bytes
-        copy_in_pieces(self.memory.stage[:size], self.store.activations[op.block][:size], PIECE)
-        self.counters["h2d_bytes"] += size
+        for target, source in s.offloaded[op.block].copies(self.store.activations[op.block]):
+            copy_in_pieces(target, source, PIECE)
+        self.counters["h2d_bytes"] += s.offloaded[op.block].num_bytes
 
     def _free(self, op: Op, _: _Step) -> None:
         if self.pipeline.poison:
@@ -205,7 +208,7 @@ class Executor:
 
     def _backward_offloaded(self, op: Op, s: _Step) -> None:
         kept = s.offloaded.pop(op.block)
-        kept.home, kept.stage = self.memory.home(op), self.memory.stage
+        kept.home = self.memory.home(op)
         self._differentiate(op, s, kept.weights, kept.graphs)
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
-"""All device memory that outlives one operation: homes of blocks, slots, gradient slabs, the stage for activations.
+"""All device memory that outlives one operation: homes of blocks, slots, gradient slabs.
 
-Invariant: allocated once, before the first step. What a plan counts as weights, gradients and the stage is this.
+Invariant: allocated once, before the first step. What a plan counts as weights and gradients is this.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ class DeviceMemory:
         self.outer_gradients = {
             b: Gradients(layouts[b], self._own_slabs[b], self._wide(layouts[b].numel, contributions)) for b in (0, p.head)
         }
-        self.stage = torch.zeros(max(map(torch.numel, store.activations.values()), default=0), dtype=torch.uint8, device=device)
-        """Bytes that a layer's offloaded activations come back to."""
         self.norms = torch.zeros(p.num_blocks, device=device)
         """Of each block's gradients."""
         self.scale = torch.ones((), device=device)

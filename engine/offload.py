@@ -22,9 +22,9 @@ SMALL = 1 << 12
 
 @dataclass(frozen=True, kw_only=True)
 class _Moved:
-    """Where a saved tensor lies in the slab, and how it looked."""
+    """Which of the moved pieces a saved tensor is, and how it looked."""
 
-    offset: int
+    index: int
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -51,11 +51,13 @@ class Offloaded:
     """Storages that stay on the device: inputs and arguments."""
     graphs: list[Any] = field(default_factory=list)
     """(input, output) of each micro-batch, with the graph between them."""
-    stage: torch.Tensor | None = None
-    """Device bytes that the slab was fetched into."""
-    _tensors: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    _seen: dict[tuple[int, int], int] = field(default_factory=dict)
     num_bytes: int = 0
+    """Of all pieces in their slab."""
+    _pieces: list[torch.Tensor] = field(default_factory=list)
+    """Saved tensors in memory order as bytes on the device: as the forward left them, none, or as fetched."""
+    _places: list[slice] = field(default_factory=list)
+    """Where each lies in the slab."""
+    _seen: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def hooks(self) -> AbstractContextManager[Any]:
         """While it lasts, what autograd saves goes through this object."""
@@ -72,34 +74,38 @@ class Offloaded:
         flat = tensor.contiguous().view(-1) if flat is None else flat
         key = (flat.data_ptr(), flat.nbytes)
         if key not in self._seen:
-            self._seen[key] = self.num_bytes
-            self._tensors.append((flat, self.num_bytes))
+            self._seen[key] = len(self._pieces)
+            self._pieces.append(flat.view(torch.uint8))
+            self._places.append(slice(self.num_bytes, self.num_bytes + flat.nbytes))
             self.num_bytes += -(-flat.nbytes // ALIGNMENT) * ALIGNMENT
-        return _Moved(offset=self._seen[key], dtype=tensor.dtype, size=tensor.shape, stride=stride)
+        return _Moved(index=self._seen[key], dtype=tensor.dtype, size=tensor.shape, stride=stride)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, _Weight):
             return self.home.as_strided(packed.size, packed.stride, packed.offset)
         if isinstance(packed, _Moved):
-            assert self.stage is not None, "fetched before the backward"
-            return self.stage[packed.offset :].view(packed.dtype).as_strided(packed.size, packed.stride)
+            return self._pieces[packed.index].view(packed.dtype).as_strided(packed.size, packed.stride)
         saved: torch.Tensor = packed
         return saved
 
     def copies(self, slab: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(saved tensor, its piece of the host `slab`, uint8) pairs, as bytes."""
+        """(piece on the device, its place in the host `slab`) pairs, bytes."""
         if self.num_bytes > slab.numel():
             raise ValueError(
                 f"system.offload_activations: got a layer that saves {self.num_bytes:,} bytes, allowed {slab.numel():,} (its "
                 "pinned slab); set system.offload_activations=0"
             )
-        sources = [(flat.view(torch.uint8), offset) for flat, offset in self._tensors]
-        return [(source, slab[offset : offset + source.numel()]) for source, offset in sources]
+        return [(piece, slab[place]) for piece, place in zip(self._pieces, self._places, strict=True)]
 
     def drop(self) -> None:
         """Give up the device memory."""
-        self._tensors.clear()
+        self._pieces.clear()
         self._seen.clear()
+
+    def stage(self) -> None:
+        """Device memory of the same sizes again, which what another layer gave up fits exactly."""
+        sizes = [place.stop - place.start for place in self._places]
+        self._pieces = [torch.empty(size, dtype=torch.uint8, device=self.home.device) for size in sizes]
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor | None:

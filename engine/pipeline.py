@@ -35,6 +35,8 @@ class Pipeline:
     """Last layers whose activations stay on the device: loaded once, differentiated without recomputation."""
     offloaded_layers: int = 0
     """Layers, spread evenly over those not kept, whose activations wait in pinned host memory instead of being recomputed."""
+    evict_visits: int = 3
+    """Forwards of layers that the eviction of one layer's activations takes; their device memory is given up that much later."""
     clip: bool = True
     """Exact global-norm clipping: no update before the whole backward is done."""
     overlap: bool = True
@@ -86,3 +88,11 @@ class Pipeline:
     def owns_gradients(self, block: int) -> bool:
         """True where the block has device memory of its own for gradients."""
         return not self.is_layer(block) or self.on_device(block)
+
+    def drops(self) -> dict[int, int]:
+        """Offloaded layer -> the layer before whose forward (head: loss) its activations must have left the device."""
+        due, found = 0, {}
+        for layer in filter(self.is_offloaded, range(1, self.head)):
+            due = max(layer + 1 + self.evict_visits, due + self.evict_visits)
+            found[layer] = min(due, self.head)
+        return found

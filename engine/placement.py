@@ -1,7 +1,7 @@
 """Chooses what to put into the device memory that streaming leaves free, and which activations wait on the host.
 
 Invariant: of the placements tried whose closed-form bytes fit device and host, the one whose simulated step is the
-shortest, and of equals the one with the fewest device bytes.
+shortest, and of equals the one with the fewest offloaded layers, then the fewest device bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from engine.pipeline import Pipeline
 
 AUTO = -1
 """Option value that leaves the choice to this module."""
-USABLE = 0.93
+USABLE = 0.94
 """Share of the device's memory to fill; the rest is the CUDA context, library workspaces and fragmentation."""
 USABLE_HOST = 0.95
 """Share of the host's memory to fill."""
@@ -48,7 +48,8 @@ def choose(
         if not found:
             return None
         fastest = min(seconds for seconds, _, _ in found.values())
-        return min((item for item in found.values() if item[0] <= fastest * (1 + EQUAL)), key=lambda item: item[1])[2]
+        equal = (item for item in found.values() if item[0] <= fastest * (1 + EQUAL))
+        return min(equal, key=lambda item: (item[2].offloaded_layers, item[1]))[2]
 
     chosen = best(blocks, offloads[:1])
     if chosen is None:  # nothing fits: the smallest, which plan() will refuse

@@ -117,15 +117,35 @@ def device_bytes(
     chunked = num_chunks(rows, seq_len, loss_chunk) * num_micro_batches > 1
     wide = (layer * (num_micro_batches > 1) + outer * chunked) * 4 if dtype != torch.float32 else 0
     saved = -(-(p.num_layers - p.kept_layers) // p.checkpoint_interval) + p.checkpoint_interval - 1
-    head = logits_bytes(config.vocab_size, min(tokens, loss_chunk), size, compiled=compiled) + outer * size
     hidden = tokens * config.hidden_size * size
+    chunk, matrix = min(tokens, loss_chunk), max(layouts[0].numel, layouts[-1].numel)
+    logits = logits_bytes(config.vocab_size, chunk, size, compiled=compiled)
+    head = max(logits, (chunk * config.vocab_size + matrix) * size)  # then one gradient of the logits and the head's own
+    kept = num_micro_batches * layer_activation_bytes(config, tokens, size, backward=False, compiled=compiled)
+    moved = num_micro_batches * offloaded_bytes(config, tokens, size, compiled=compiled)
+    graph = layer_activation_bytes(config, tokens, size, compiled=compiled) + layer * size  # and a layer's gradients
+    temporary = graph - layer_activation_bytes(config, tokens, size, backward=False, compiled=compiled)
+    back = min(p.offloaded_layers, max(1, p.kept_layers)) * moved  # fetched ahead of their backward
+    peaks = [
+        _forward_peak(p, kept, moved),
+        p.kept_layers * kept + head,
+        p.kept_layers * kept + temporary if p.kept_layers else 0,
+        back + (graph if p.kept_layers + p.offloaded_layers < p.num_layers else temporary),
+    ]
     return {
         "weights": weights * size,
         "gradients": slabs * size + wide,
         "checkpoints": (saved + 2) * num_micro_batches * hidden,
-        # On their way out, and the stage that they come back to.
-        "offloaded": 2 * bool(p.offloaded_layers) * num_micro_batches * offloaded_bytes(config, tokens, size, compiled=compiled),
-        "kept": p.kept_layers * num_micro_batches * layer_activation_bytes(config, tokens, size, backward=False, compiled=compiled),
-        # The head and one layer's backward never overlap in time.
-        "activations": max(layer_activation_bytes(config, tokens, size, compiled=compiled) + layer * size, head),
+        "kept": p.kept_layers * kept,
+        "activations": max(peaks) - p.kept_layers * kept,
     }
+
+
+def _forward_peak(p: Pipeline, kept: int, moved: int) -> int:
+    """Most bytes at once of kept activations and of those that have not left yet."""
+    drops, held, most = p.drops(), 0, 0
+    for layer in range(1, p.head):
+        held -= moved * sum(due == layer for due in drops.values())
+        held += kept if p.is_kept(layer) else moved if p.is_offloaded(layer) else 0
+        most = max(most, held)
+    return most

@@ -21,7 +21,7 @@ from engine.host import PAGE, HostSpec
 from engine.layout import Layout
 from engine.pipeline import Pipeline
 from engine.plan import Plan, Widths, device_bytes, offloaded_bytes
-from engine.schedule import build
+from engine.schedule import Op, build
 from engine.timeline import Timeline, simulate
 
 HOST_OVERHEAD = 2 * 10**9
@@ -72,7 +72,15 @@ class Planner:
             return p
         if self.device.type != "cuda":
             return replace(p, **{name: max(0, number) for name, number in asked.items()})
+        if p.offloaded_layers:
+            p = replace(p, evict_visits=self._evict_visits(p))
         return placement.choose(p, fits=self._fits, device_bytes=self._device_total, step_s=lambda q: self.predict(q).step_s)
+
+    def _evict_visits(self, p: Pipeline) -> int:
+        """Forwards of a layer that one eviction takes, rounded up."""
+        evict, forward = Op(kind="evict", block=1, lane=""), Op(kind="compute", phase="forward", block=1, lane="")
+        cost = self._cost(p)
+        return math.ceil(cost.seconds(evict) / cost.seconds(forward))
 
     def _device_total(self, p: Pipeline) -> int:
         return sum(self.device_bytes(p).values())
@@ -84,7 +92,10 @@ class Planner:
 
     def predict(self, p: Pipeline) -> Timeline:
         """One steady step, simulated."""
-        cost = Cost(
+        return simulate(build(p), self._cost(p).seconds)
+
+    def _cost(self, p: Pipeline) -> Cost:
+        return Cost(
             pipeline=p,
             layouts=self.layouts,
             widths=Widths.of(self.model_config),
@@ -95,7 +106,6 @@ class Planner:
             compiled=self.config.compile,
             rates=self.rates,
         )
-        return simulate(build(p), cost.seconds)
 
     @cached_property
     def _activation_bytes(self) -> int:

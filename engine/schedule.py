@@ -1,4 +1,4 @@
-"""One optimizer step as an ordered list of operations: load, compute, store, evict, fetch, drop, keep, clip, check, free, step.
+"""One optimizer step as an ordered list of operations: load, compute, store, evict, stage, fetch, keep, clip, check, step.
 
 Pure Python: (layers, depth, streams, checkpoint interval, slabs, placement, clipping) -> operations on lanes, with the
 waits between lanes. Invariant: waits are derived from what each operation reads and writes, none is missing
@@ -24,7 +24,7 @@ class Op:
     """One operation on one lane."""
 
     kind: str
-    """load, compute, store, keep, clip, check, free or step; for activations evict, drop or fetch."""
+    """load, compute, store, keep, clip, check, free or step; for activations evict, drop, stage or fetch."""
     block: int
     lane: str
     phase: str = ""
@@ -85,15 +85,14 @@ def _operations(p: Pipeline) -> Iterator[Op]:
     # On a lane shared with stores, loads must be issued a whole buffer ahead, or each would queue behind a store.
     # Elsewhere one visit ahead is enough, and it keeps the issuing thread from waiting for an update too early.
     ahead = max(1, p.depth - 1) if p.streams == 2 else 1
-    issued, waiting = 0, [block for phase, block in visits if phase == "backward_offloaded"]
+    issued, drops = 0, p.drops()
+    waiting = [block for phase, block in visits if phase == "backward_offloaded"]
     assert not waiting or p.checkpoint_interval == 1, "offloaded activations need a checkpoint interval of 1"
-    evicted = -1
     for n, (phase, block) in enumerate(visits):
-        if evicted >= 0 and phase in ("forward_offloaded", "tail"):
-            yield Op(kind="drop", block=evicted, lane=lanes[COMPUTE], writes=frozenset({f"activations {evicted}"}))
-            evicted = -1
-        if phase == "tail" and waiting:
-            yield _fetch(waiting.pop(0), lanes)
+        for dropped in [layer for layer, due in drops.items() if due == n]:
+            yield Op(kind="drop", block=dropped, lane=lanes[COMPUTE], writes=frozenset({f"activations {dropped}"}))
+        if phase == "tail" and not p.kept_layers:
+            yield from _stage_next(waiting, lanes)
         if n == 0:
             yield from filter(None, loads[:1])
             issued = 1
@@ -107,9 +106,8 @@ def _operations(p: Pipeline) -> Iterator[Op]:
         issued = max(issued, n + ahead + 1)
         if phase == "forward_offloaded":
             yield _evict(block, lanes)
-            evicted = block
-        if phase == "backward_offloaded" and waiting:
-            yield _fetch(waiting.pop(0), lanes)
+        if phase in ("backward_kept", "backward_offloaded"):  # a layer's memory is free: room for another's
+            yield from _stage_next(waiting, lanes)
         if phase in GRADIENT_PHASES:
             yield from slabs.store(block, slab, lanes)
     yield from _finish(p, slabs, lanes)
@@ -134,11 +132,13 @@ def _evict(block: int, lanes: dict[str, str]) -> Op:
     return Op(kind="evict", block=block, lane=lanes[D2H], reads=reads, writes=writes)
 
 
-def _fetch(block: int, lanes: dict[str, str]) -> Op:
-    """A layer's activations back, into the one stage there is for them."""
-    return Op(
-        kind="fetch", block=block, lane=lanes[FETCH], reads=frozenset({f"host activations {block}"}), writes=frozenset({"stage"})
-    )
+def _stage_next(waiting: list[int], lanes: dict[str, str]) -> Iterator[Op]:
+    """Device memory for the next layer's activations, and the copy that brings them back."""
+    if waiting:
+        block = waiting.pop(0)
+        there, here = frozenset({f"host activations {block}"}), frozenset({f"activations {block}"})
+        yield Op(kind="stage", block=block, lane=lanes[COMPUTE], writes=here)
+        yield Op(kind="fetch", block=block, lane=lanes[FETCH], reads=there, writes=here)
 
 
 def _weights(block: int, slot: int) -> str:
@@ -176,10 +176,8 @@ def _compute(p: Pipeline, phase: str, block: int, slot: int, slab: int, lanes: d
             writes.add("verdict")
     elif phase in GRADIENT_PHASES:
         writes.add(_gradients(block, slab))
-    if phase == "forward_offloaded":
-        writes.add(f"activations {block}")
-    if phase == "backward_offloaded":
-        writes.add("stage")  # compiled code may use what it reads last as scratch
+    if phase.endswith("_offloaded"):
+        writes.add(f"activations {block}")  # in the backward too: compiled code may use what it reads last as scratch
     return Op(
         kind="compute",
         phase=phase,

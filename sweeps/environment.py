@@ -14,12 +14,25 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from engine import cache_directory
 from sweeps.config import Machine
 from sweeps.memory import host_bytes, nvml_device
 
 PACKAGES = ("torch", "transformers", "deepspeed", "hydra-core", "wandb", "numpy")
 ROOT = Path(__file__).resolve().parent.parent
 """The checkout."""
+
+
+def cell_variables() -> dict[str, str]:
+    """Environment of every cell, unless the user's own says otherwise.
+
+    Kernels compiled by one cell serve the next; and device memory grows in place, or the holes between blocks of unlike
+    sizes cost up to 12 GB of an H200 (docs/log.md).
+    """
+    return {
+        "TORCHINDUCTOR_CACHE_DIR": str(cache_directory() / "inductor"),
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    }
 
 
 def cpu_model() -> str:

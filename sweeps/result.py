@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA_VERSION = 1
-BENCH_VERSION = 1
+BENCH_VERSION = 2
+"""2: cells run with growing segments of device memory (sweeps.environment.cell_variables)."""
 STATUSES = ("ok", "oom_device", "oom_host", "timeout", "nonfinite", "unsupported", "wont_fit", "error")
 """ok: measured. wont_fit: refused from `plan` before anything was allocated. oom_host: killed by SIGKILL, or MemoryError."""
 REFERENCE = "in_memory"

@@ -18,7 +18,6 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from engine import cache_directory
 from sweeps import auto, ceilings, environment
 from sweeps.check import refuse
 from sweeps.config import Cell, cell_from
@@ -112,7 +111,7 @@ def _measure(cell: Cell, log: Path, sinks: Sequence[Sink]) -> Row:
         timeout_s=cell.measure.timeout_s,
         device=device_sampler(cell.machine.device),
         on_event=tell,
-        env={"TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(cache_directory() / "inductor")},
+        env={name: os.environ.get(name) or value for name, value in environment.cell_variables().items()},
     )
     row = row_of(cell, outcome, started_at=started_at, machine=environment.machine(cell.machine, peak))
     return compared(row, rows_of(cell.rows_path))

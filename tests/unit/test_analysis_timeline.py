@@ -91,7 +91,13 @@ def test_every_label_of_a_schedule_is_work_with_a_fill() -> None:
     labels = {engine.timeline.label_of(op) for pipeline in pipelines for op in build(pipeline)}
     works = {label: Interval(lane="compute", label=label, start_s=0.0, end_s=1.0).work for label in labels}
     assert set(works.values()) == set(style.WORK)
-    assert {label.split()[0] for label, work in works.items() if work == timeline.OTHER} == {"clip", "check", "free", "drop"}
+    assert {label.split()[0] for label, work in works.items() if work == timeline.OTHER} == {
+        "clip",
+        "check",
+        "free",
+        "drop",
+        "stage",
+    }
 
 
 def test_work_stays_apart_in_grey() -> None:

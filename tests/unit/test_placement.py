@@ -111,6 +111,7 @@ def test_an_idle_link_takes_activations_and_a_slow_one_none():
     assert found.offloaded_layers == 8
     assert step_s(found) == pytest.approx(0.080 + 0.160, rel=1e-2)  # nothing is recomputed
     slow = replace(RATES, h2d_bytes=1e6 / 0.040, d2h_bytes=1e6 / 0.040)  # 40 ms a layer each way
+    auto = replace(auto, evict_visits=4)
     found = choose(auto, fits=lambda p: True, device_bytes=bytes_of, step_s=lambda p: step_s(p, slow))
     assert 0 < found.offloaded_layers < 4
 

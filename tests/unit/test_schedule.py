@@ -130,7 +130,7 @@ def test_offloaded_layers_are_spread_evenly_and_never_recomputed(share):
     gaps = [after - before for before, after in itertools.pairwise([*offloaded, 7])]
     assert max(gaps, default=0) - min(gaps, default=0) <= 1
     ops = build(pipeline)
-    for kind in ("evict", "drop", "fetch"):
+    for kind in ("evict", "drop", "stage", "fetch"):
         assert sorted(op.block for op in ops if op.kind == kind) == offloaded
     assert [op.block for op in ops if op.phase == "backward"] == [i for i in range(6, 0, -1) if i not in offloaded]
 
