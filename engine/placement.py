@@ -32,18 +32,17 @@ def choose(
     """`pipeline` with device_blocks, kept_layers and offloaded_layers chosen where they are AUTO.
 
     For given device blocks and offloaded layers the most kept layers that fit are best: one more saves a recomputation.
-    Device blocks are chosen without offloading, then the offloaded layers, then the device blocks again.
+    Of the other two a grid of at most 16 x 8 is tried, then every pair around its best.
     """
     blocks = range(pipeline.num_blocks + 1) if pipeline.device_blocks == AUTO else (pipeline.device_blocks,)
     offloads = range(pipeline.num_layers + 1) if pipeline.offloaded_layers == AUTO else (pipeline.offloaded_layers,)
     layers = range(pipeline.num_layers + 1) if pipeline.kept_layers == AUTO else (pipeline.kept_layers,)
     found: dict[tuple[int, int], tuple[float, int, Pipeline]] = {}
 
-    def best(device_blocks: Iterable[int], offloaded: Iterable[int]) -> Pipeline | None:
-        for pair in itertools.product(device_blocks, offloaded):
-            if pair not in found and (
-                most := _most_kept(replace(pipeline, device_blocks=pair[0], offloaded_layers=pair[1]), layers, fits)
-            ):
+    def best(pairs: Iterable[tuple[int, int]]) -> Pipeline | None:
+        for pair in pairs:
+            asked = replace(pipeline, device_blocks=pair[0], offloaded_layers=pair[1])
+            if pair not in found and (most := _most_kept(asked, layers, fits)):
                 found[pair] = (step_s(most), device_bytes(most), most)
         if not found:
             return None
@@ -51,11 +50,17 @@ def choose(
         equal = (item for item in found.values() if item[0] <= fastest * (1 + EQUAL))
         return min(equal, key=lambda item: (item[2].offloaded_layers, item[1]))[2]
 
-    chosen = best(blocks, offloads[:1])
+    strides = -(-len(blocks) // 16), -(-len(offloads) // 8)
+    chosen = best(itertools.product(blocks[:: strides[0]], offloads[:: strides[1]]))
     if chosen is None:  # nothing fits: the smallest, which plan() will refuse
         return replace(pipeline, device_blocks=blocks[0], kept_layers=layers[0], offloaded_layers=offloads[0])
-    chosen = best((chosen.device_blocks,), offloads) or chosen
-    return best(blocks, (chosen.offloaded_layers,)) or chosen
+    near_blocks = _around(chosen.device_blocks, blocks, strides[0])
+    return best(itertools.product(near_blocks, _around(chosen.offloaded_layers, offloads, strides[1]))) or chosen
+
+
+def _around(middle: int, values: Sequence[int], stride: int) -> list[int]:
+    """Those that a grid of `stride` left out beside its point, one neighbour at least."""
+    return [value for value in values if abs(value - middle) < max(2, stride)]
 
 
 def _most_kept(pipeline: Pipeline, layers: Sequence[int], fits: Callable[[Pipeline], bool]) -> Pipeline | None:
