@@ -22,25 +22,38 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommonOptions:
-    """Options of every baseline."""
+    """Options of every baseline. A number's least allowed value is `least` in its field's metadata, or 1."""
 
+    preset: str | None = None
+    """Label of the settings in rows and figures; it changes nothing."""
     activation_checkpointing: bool = True
     """Keep each decoder layer's input only and recompute the layer in the backward."""
     loss_chunk: int = 4096
     """Tokens whose logits are alive at a time."""
+    compile: bool = False
+    """Run each decoder layer and the loss through torch.compile, as `baselines.loss` says."""
+
+
+def at_least(least: int, default: int) -> Any:
+    """A field of options that is an integer >= `least`."""
+    return dataclasses.field(default=default, metadata={"least": least})
 
 
 def parse_options(cls: type[T], options: Mapping[str, Any]) -> T:
-    """`options` as the frozen dataclass `cls` of bool and positive int fields; ValueError names `system.<key>`."""
+    """`options` as the frozen dataclass `cls` of bool and int fields and the label; ValueError names `system.<key>`."""
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key, value in options.items():
         if key not in fields:
             raise ValueError(f"system.{key}: got {value!r}, allowed {', '.join(fields)}; remove it or choose one of these")
-        if isinstance(fields[key].default, bool):
+        if key == "preset":
+            if value is not None and not isinstance(value, str):
+                raise ValueError(f"system.preset: got {value!r}, allowed a word or null; put it in quotes or remove it")
+        elif isinstance(fields[key].default, bool):
             if not isinstance(value, bool):
                 raise ValueError(f"system.{key}: got {value!r}, allowed true or false; choose one of these")
-        elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"system.{key}: got {value!r}, allowed an integer >= 1; the default is {fields[key].default}")
+        elif isinstance(value, bool) or not isinstance(value, int) or value < fields[key].metadata.get("least", 1):
+            least = fields[key].metadata.get("least", 1)
+            raise ValueError(f"system.{key}: got {value!r}, allowed an integer >= {least}; the default is {fields[key].default}")
     return cls(**options)
 
 

@@ -26,15 +26,15 @@ MIN_VERSION = (0, 19, 8)
 def require_deepspeed() -> None:
     """Unsupported, in one line, where DeepSpeed is missing or too old or its CPU optimizer cannot be built."""
     if importlib.util.find_spec("deepspeed") is None:
-        raise Unsupported("zero3: deepspeed is not installed; pip install 'deepspeed>=0.19.8'")
+        raise Unsupported("deepspeed is not installed; pip install 'deepspeed>=0.19.8'")
     version = importlib.metadata.version("deepspeed")
     if tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < MIN_VERSION:
-        raise Unsupported(f"zero3: deepspeed {version} blocks on every gradient copy; pip install 'deepspeed>=0.19.8'")
+        raise Unsupported(f"deepspeed {version} blocks on every gradient copy; pip install 'deepspeed>=0.19.8'")
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
-        raise Unsupported(f"zero3: {compiler} is missing and DeepSpeedCPUAdam is built on first use; install a C++ compiler (g++)")
+        raise Unsupported(f"{compiler} is missing and DeepSpeedCPUAdam is built on first use; install a C++ compiler (g++)")
     if _ninja_directory() is None:
-        raise Unsupported("zero3: ninja is missing and DeepSpeedCPUAdam is built on first use; pip install ninja")
+        raise Unsupported("ninja is missing and DeepSpeedCPUAdam is built on first use; pip install ninja")
 
 
 def _ninja_directory() -> str | None:

@@ -24,7 +24,8 @@ def activation_bytes(spec: SystemSpec, options: CommonOptions) -> dict[str, int]
     checkpoints: every layer's input (none without checkpointing), the decoder's output and its gradient.
     activations: one layer's graph or one chunk's logits, whichever is larger, for they are never alive together; without
     checkpointing every layer's graph and the logits. Both formulas are the engine's, so that plans differ by schedule
-    alone; eager attention adds its scores, in the compute dtype before and after, and their fp32 softmax.
+    alone. Compiled, the layer's graph is still counted as if eager, an upper bound: the engine's compiled formula holds for
+    its own partitioning. Eager attention adds its scores, in the compute dtype before and after, and their fp32 softmax.
     """
     config = config_of(spec.model)
     itemsize = spec.dtype.itemsize
@@ -32,7 +33,7 @@ def activation_bytes(spec: SystemSpec, options: CommonOptions) -> dict[str, int]
     graph = layer_activation_bytes(config, tokens, itemsize)
     if spec.model.attn_implementation == "eager":
         graph += tokens * spec.shape.seq_len * config.num_attention_heads * (2 * itemsize + 4)
-    logits = logits_bytes(config.vocab_size, min(options.loss_chunk, tokens), itemsize)
+    logits = logits_bytes(config.vocab_size, min(options.loss_chunk, tokens), itemsize, compiled=options.compile)
     hidden = tokens * config.hidden_size * itemsize
     layers: int = config.num_hidden_layers
     if options.activation_checkpointing:

@@ -25,7 +25,7 @@ from baselines.common import (
     raise_unless_finite,
     whole_directory,
 )
-from baselines.loss import CausalLMLoss
+from baselines.loss import loss_of
 from baselines.model import config_of, count_params, decoder_layers, materialise
 from baselines.system import SystemSpec
 from engine import Batch, Plan
@@ -86,9 +86,7 @@ class Fsdp2:
         self._joined = True
         model = materialise(spec.model, torch.float32, torch.device("cpu"), weights)
         names = [name for name, _ in model.named_parameters()]
-        self.loss = CausalLMLoss(
-            model, loss_chunk=self.options.loss_chunk, activation_checkpointing=self.options.activation_checkpointing
-        )
+        self.loss = loss_of(model, self.options)
         # The wrapper is the root: it calls the decoder and the head itself, so the head's unsharding hangs on its forward.
         sharding = {
             "mesh": init_device_mesh(spec.device.type, (1,)),

@@ -22,7 +22,7 @@ from baselines.common import (
     parse_options,
     whole_directory,
 )
-from baselines.loss import CausalLMLoss
+from baselines.loss import CausalLMLoss, loss_of
 from baselines.model import config_of, count_params, materialise
 from baselines.system import SystemSpec
 from engine import Batch, Plan
@@ -59,9 +59,7 @@ class InMemory:
         """Load the weights and make the master, the gradients and the optimizer."""
         spec = self.spec
         model = materialise(spec.model, spec.dtype, spec.device, weights)
-        self.loss = CausalLMLoss(
-            model, loss_chunk=self.options.loss_chunk, activation_checkpointing=self.options.activation_checkpointing
-        )
+        self.loss = loss_of(model, self.options)
         named = list(model.named_parameters())
         self._names, self._params = [name for name, _ in named], [param for _, param in named]
         self._masters = self._params

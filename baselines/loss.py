@@ -2,11 +2,17 @@
 
 Invariant: no more than one chunk's logits are alive at a time, in the forward and in the backward, and the value
 is that of the library's own `logits` (scales and soft caps included), for the library's own code computes each chunk.
+
+Compiled, every decoder layer's `forward` is one graph (a layer that breaks it is an error, never quietly eager), with its
+recomputation inside, where what no gradient needs is not computed again. The hooks of FSDP2 and DeepSpeed hang on the layer's
+call and stay outside. Of the head, cross entropy alone is compiled: its weight's hooks hang on modules inside.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +20,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from baselines.common import CommonOptions
+from baselines.model import decoder_layers
 from engine import IGNORE_INDEX
 
 
@@ -62,16 +70,38 @@ def _checkpoint_layers(model: nn.Module) -> None:
         enable({"use_reentrant": False})
 
 
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+def _compile_layers(model: nn.Module, *, recompute: bool) -> None:
+    """Compile what each decoder layer's call runs between its hooks; layers of one configuration share the graph."""
+    for layer in decoder_layers(model):
+        forward = functools.partial(_recomputed, layer.forward) if recompute else layer.forward
+        layer.__dict__["forward"] = torch.compile(forward, dynamic=False, fullgraph=True)
+
+
+def _summed_cross_entropy(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Sum over the label tokens, 0-dim fp32. logits: [tokens, vocabulary]."""
+    return F.cross_entropy(logits.float(), target, ignore_index=IGNORE_INDEX, reduction="sum")
+
+
 class CausalLMLoss(nn.Module):
     """A causal LM of transformers as one module from tokens to the loss; the model is the submodule `model`."""
 
-    def __init__(self, model: nn.Module, *, loss_chunk: int = 4096, activation_checkpointing: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, *, loss_chunk: int = 4096, activation_checkpointing: bool = True, compile: bool = False
+    ) -> None:
         super().__init__()
         self.model = model
         self.loss_chunk = loss_chunk
         # Not a submodule: its parameters are the model's own.
         self.__dict__["_tail"] = _tail_of(model)
-        if activation_checkpointing:
+        self._summed: Callable[..., torch.Tensor] = _summed_cross_entropy
+        if compile:
+            self._summed = torch.compile(_summed_cross_entropy, dynamic=False, fullgraph=True)
+            _compile_layers(model, recompute=activation_checkpointing)
+        elif activation_checkpointing:
             _checkpoint_layers(model)
 
     def forward(
@@ -92,5 +122,14 @@ class CausalLMLoss(nn.Module):
         return total / num_tokens
 
     def _chunk_loss(self, chunk: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        logits = self.__dict__["_tail"](inputs_embeds=chunk[None], use_cache=False).logits[0]
-        return F.cross_entropy(logits.float(), target, ignore_index=IGNORE_INDEX, reduction="sum")
+        return self._summed(self.__dict__["_tail"](inputs_embeds=chunk[None], use_cache=False).logits[0], target)
+
+
+def loss_of(model: nn.Module, options: CommonOptions) -> CausalLMLoss:
+    """The loss of `model` as `options` say."""
+    return CausalLMLoss(
+        model,
+        loss_chunk=options.loss_chunk,
+        activation_checkpointing=options.activation_checkpointing,
+        compile=options.compile,
+    )

@@ -121,6 +121,7 @@ REGISTRY: dict[str, str] = {
     "in_memory": "baselines.in_memory:InMemory",
     "megatrain": "baselines.megatrain:build",
     "zero3": "baselines.zero3:Zero3",
+    "zero2": "baselines.zero3:Zero2",
     "fsdp2": "baselines.fsdp2:Fsdp2",
 }
 

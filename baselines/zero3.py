@@ -1,32 +1,28 @@
-"""Zero3: DeepSpeed ZeRO-3 in one process, parameters and optimizer state in pinned host memory.
+"""Zero3 and Zero2: DeepSpeed in one process, optimizer state in pinned host memory, ZeRO-3's parameters too unless told otherwise.
 
 Invariant: the mathematics is the recipe's (fp32 master, AdamW on the CPU, fp32 accumulation, clipping set and not left
 to DeepSpeed's default), and every knob that costs speed is set as an expert would set it, so losing is not our doing.
+
+Compiled under ZeRO-3, the decoder layers are DeepSpeed's leaf modules: hooks hang on the layer and on none of its submodules, where
+they would break the graph (`torch.compiler.disable`), so a layer is fetched and released whole around one compiled call.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from baselines import distributed, footprint
-from baselines.common import (
-    CommonOptions,
-    check_dtype,
-    dtype_name,
-    micro_batches,
-    parse_options,
-    raise_unless_finite,
-    whole_directory,
-)
+from baselines.common import check_dtype, dtype_name, micro_batches, parse_options, raise_unless_finite, whole_directory
+from baselines.deepspeed_options import DeepSpeedOptions, Zero2Options, Zero3Options, accumulation_dtype, deepspeed_config
 from baselines.deepspeed_setup import import_deepspeed, require_deepspeed
-from baselines.loss import CausalLMLoss
-from baselines.model import config_of, count_params, materialise
+from baselines.loss import loss_of
+from baselines.model import config_of, count_params, decoder_layers, materialise
 from baselines.system import SystemSpec
 from engine import Batch, NonFiniteLossError, Plan
 
@@ -35,29 +31,14 @@ STAGING_BYTES_PER_PARAM = 6
 TAG = "step"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Zero3Options(CommonOptions):
-    """Options of `Zero3`; sizes are in parameters, as in DeepSpeed's own configuration."""
-
-    offload_param: bool = True
-    """Weights in host memory; false keeps the bf16 weights on the device."""
-    reduce_bucket_size: int = 500_000_000
-    prefetch_bucket_size: int = 0x7FFF_FFFF
-    """Parameters fetched ahead of use; the default is cut to one decoder layer."""
-    param_persistence_threshold: int = 100_000
-    """Parameters smaller than this stay on the device: the norms and biases."""
-    max_live_parameters: int = 1_000_000_000
-    max_reuse_distance: int = 1_000_000_000
-    sub_group_size: int = 1_000_000_000
-    """Parameters that the CPU optimizer takes at a time."""
-
-
 class Zero3:
     """DeepSpeed ZeRO-3 with CPU offload, as a `TrainingSystem`. Raises Unsupported where DeepSpeed cannot run."""
 
+    options_class: type[DeepSpeedOptions] = Zero3Options
+
     def __init__(self, spec: SystemSpec) -> None:
         check_dtype(spec.dtype)
-        self.options = parse_options(Zero3Options, spec.options)
+        self.options = parse_options(self.options_class, spec.options)
         config_of(spec.model)
         require_deepspeed()
         self.spec = spec
@@ -68,13 +49,16 @@ class Zero3:
     def plan(self) -> Plan:
         """Closed-form bytes; 26 per parameter on the host in bf16, as measured."""
         count, options = count_params(self.spec.model), self.options
+        assert isinstance(options, Zero3Options)
         total, itemsize = count.total, self.spec.dtype.itemsize
         # Live weights: what is in use, what is kept for reuse, what is fetched ahead.
         fetched = min(total, max(options.max_live_parameters, count.largest) + count.largest_layer)
+        # The bucket, the second that overlap_comm asks for, the outer gradients beside them; leaf modules hand over whole layers.
+        gradients = (1 + options.overlap_comm) * options.reduce_bucket_size + count.largest
+        gradients += count.largest_layer if options.compile else 0
         device = {
             "weights": itemsize * (fetched if options.offload_param else total),
-            # The bucket, the outer gradients beside it, and the second bucket that overlap_comm asks for.
-            "gradients": itemsize * min(total, 2 * options.reduce_bucket_size + count.largest),
+            "gradients": itemsize * min(total, gradients),
             **footprint.activation_bytes(self.spec, options),
         }
         # deepspeed.initialize moves the whole module to the device before it takes it apart: the peak of a large model.
@@ -83,48 +67,15 @@ class Zero3:
             "weights": itemsize * total if options.offload_param else 0,
             "master": 4 * total,
             "moments": 8 * total,
-            "gradients": (4 + self._accumulation_dtype().itemsize) * total,
+            "gradients": (4 + accumulation_dtype(self.spec).itemsize) * total,
             "staging": STAGING_BYTES_PER_PARAM * total,
         }
         return footprint.plan_on(self.spec.device, device, host)
 
     def dtypes(self) -> dict[str, str]:
         """Dtypes of weights, master, moments and gradients (accumulated over micro-batches, if there are several)."""
-        gradients = dtype_name(self._accumulation_dtype())
+        gradients = dtype_name(accumulation_dtype(self.spec))
         return {"weights": dtype_name(self.spec.dtype), "master": "float32", "moments": "float32", "gradients": gradients}
-
-    def _accumulation_dtype(self) -> torch.dtype:
-        """One micro-batch has nothing to accumulate: its gradients stay in the compute dtype and save host memory."""
-        return self.spec.dtype if self.spec.shape.num_micro_batches == 1 else torch.float32
-
-    def _config(self) -> dict[str, Any]:
-        """DeepSpeed's configuration. `largest_layer` parameters are fetched ahead: one layer while one computes."""
-        spec, options, shape = self.spec, self.options, self.spec.shape
-        offload = {"device": "cpu", "pin_memory": spec.device.type == "cuda"}
-        zero: dict[str, Any] = {
-            "stage": 3,
-            "offload_optimizer": offload,
-            "overlap_comm": True,
-            "contiguous_gradients": True,
-            "reduce_bucket_size": options.reduce_bucket_size,
-            "stage3_prefetch_bucket_size": min(options.prefetch_bucket_size, count_params(spec.model).largest_layer),
-            "stage3_param_persistence_threshold": options.param_persistence_threshold,
-            "stage3_max_live_parameters": options.max_live_parameters,
-            "stage3_max_reuse_distance": options.max_reuse_distance,
-            "sub_group_size": options.sub_group_size,
-        }
-        if options.offload_param:
-            zero["offload_param"] = offload
-        return {
-            "train_micro_batch_size_per_gpu": shape.micro_batch_size,
-            "gradient_accumulation_steps": shape.num_micro_batches,
-            "gradient_clipping": spec.recipe.clip_norm,
-            "bf16": {"enabled": spec.dtype == torch.bfloat16},
-            "data_types": {"grad_accum_dtype": "bf16" if self._accumulation_dtype() == torch.bfloat16 else "fp32"},
-            "zero_optimization": zero,
-            "steps_per_print": None,
-            "wall_clock_breakdown": False,
-        }
 
     def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Build the module on the host as it is, then let DeepSpeed take it apart (a bare zero.Init changes the weights)."""
@@ -134,9 +85,10 @@ class Zero3:
         self._joined = True
         model = materialise(spec.model, spec.dtype, torch.device("cpu"), weights)
         self._named = list(model.named_parameters())
-        loss = CausalLMLoss(
-            model, loss_chunk=self.options.loss_chunk, activation_checkpointing=self.options.activation_checkpointing
-        )
+        loss = loss_of(model, self.options)
+        if self.options.compile and isinstance(self.options, Zero3Options):
+            deepspeed.utils.set_z3_leaf_modules(loss, list({type(layer) for layer in decoder_layers(model)}))
+        self._linear = F.linear
         optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(
             [param for _, param in self._named],
             lr=recipe.lr,
@@ -145,7 +97,8 @@ class Zero3:
             weight_decay=recipe.weight_decay,
             adamw_mode=True,
         )
-        self._engine, *_ = deepspeed.initialize(model=loss, optimizer=optimizer, config=self._config(), dist_init_required=False)
+        config = deepspeed_config(spec, self.options)
+        self._engine, *_ = deepspeed.initialize(model=loss, optimizer=optimizer, config=config, dist_init_required=False)
         self._engine.train()
         self._step = 0
         self._optimizer_s = 0.0
@@ -197,7 +150,7 @@ class Zero3:
         from deepspeed.utils import safe_get_full_fp32_param
 
         for name, param in self._named:
-            yield name, safe_get_full_fp32_param(param).detach().to("cpu", copy=True).view(param.ds_shape)
+            yield name, safe_get_full_fp32_param(param).detach().to("cpu", copy=True).view(getattr(param, "ds_shape", param.shape))
 
     def save(self, directory: Path) -> None:
         """DeepSpeed's own checkpoint, in `directory`."""
@@ -218,8 +171,48 @@ class Zero3:
             self._engine.destroy()
             self._engine = None
             del self._named
+            F.linear = self._linear  # DeepSpeed replaced it, for whatever else this process may train
         if self._joined:
             self._joined = False
             distributed.release()
         if self.spec.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+class Zero2(Zero3):
+    """DeepSpeed ZeRO-2 with the optimizer offloaded: weights on the device, gradients to the host in buckets as they appear."""
+
+    options_class = Zero2Options
+
+    def plan(self) -> Plan:
+        """Closed-form bytes, from the buffers that DeepSpeed 0.19.8 allocates (deepspeed/runtime/zero/stage_1_and_2.py)."""
+        spec, options, count = self.spec, self.options, count_params(self.spec.model)
+        total, itemsize = count.total, spec.dtype.itemsize
+        several = spec.shape.num_micro_batches > 1
+        # Several micro-batches accumulate in fp32 on the device, or, where that is the compute dtype, on the host.
+        on_device = 4 * total if several and itemsize < 4 else 0
+        on_host = itemsize * total if several and not on_device else 0
+        # Buckets are whole whatever the model; the largest gradient has a buffer of its own and may stand beside it.
+        buckets = (1 + options.overlap_comm) * options.reduce_bucket_size + 2 * count.largest
+        device = {
+            "weights": itemsize * total,
+            "gradients": itemsize * buckets + on_device,
+            **footprint.activation_bytes(spec, options),
+        }
+        # The weights stand twice while they are made one flat tensor, and again while the master is made of it.
+        device["setup"] = max(0, 2 * itemsize * total - sum(device.values()))
+        host = {
+            "weights": itemsize * total,  # updated weights on their way to the device
+            "master": 4 * total,
+            "moments": 8 * total,
+            "gradients": 4 * total + on_host,
+        }
+        pinned = (host["weights"], host["master"], 4 * total, itemsize * count.largest)
+        rounded = options.pin_memory and spec.device.type == "cuda"
+        host["staging"] = itemsize * count.largest + (sum(map(_rounding, pinned)) if rounded else 0)
+        return footprint.plan_on(spec.device, device, host)
+
+
+def _rounding(num_bytes: int) -> int:
+    """Bytes that torch adds to a pinned block: up to the next power of two."""
+    return (1 << (num_bytes - 1).bit_length()) - num_bytes

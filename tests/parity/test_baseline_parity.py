@@ -1,20 +1,25 @@
 """Every system of the registry against `in_memory`: the same numbers, the same refusals, the same resumption.
 
-A new baseline is covered by being registered. All run in this one process: their process groups must not clash.
+A new baseline is covered by being registered, a preset of one by having a YAML. All run in this one process: their process
+groups must not clash.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from baselines.model import initial_weights
-from baselines.system import REGISTRY, ModelSpec, Shape, SystemSpec, Unsupported, build
+from baselines.system import REGISTRY, ModelSpec, Shape, SystemSpec, Unsupported
+from baselines.system import build as build_registered
 from engine import Batch, NonFiniteLossError, Recipe
+from tests.unit.test_sweeps_config import GROUPS, composed
 
 pytestmark = pytest.mark.timeout(900)  # on a fresh machine the first zero3 test builds DeepSpeed's operator: minutes on two cores
 CPU = torch.device("cpu")
@@ -29,7 +34,10 @@ CASES = {
     "fp32-accumulation": (torch.float32, 4, 0.1, False),
     "fp32-clip-inactive": (torch.float32, 1, 100.0, False),
 }
-RIVALS = [name for name in REGISTRY if name != "in_memory"]
+PRESETS = [name for name in GROUPS["system"] if name not in REGISTRY and not name.startswith("megatrain")]
+"""YAMLs of conf/system beside those named as their system; the engine's are in test_engine_parity.py."""
+NAMES = [*REGISTRY, *PRESETS]
+RIVALS = [name for name in NAMES if name != "in_memory"]
 
 
 def make_spec(dtype=torch.float32, num_micro_batches=1, clip_norm=0.1, tied=False, **options) -> SystemSpec:
@@ -62,6 +70,14 @@ def make_batch(step: int, spec: SystemSpec) -> Batch:
     labels = tokens[..., 1:].clone()
     labels[0, 0, :9] = -100
     return Batch(tokens=tokens[..., :-1].contiguous(), labels=labels)
+
+
+def build(name: str, spec: SystemSpec):
+    """A system of the registry, or a preset with the options of its YAML beneath those of `spec`."""
+    if name in REGISTRY:
+        return build_registered(name, spec)
+    cell = composed(f"system={name}")
+    return build_registered(cell.system, dataclasses.replace(spec, options={**cell.options, **spec.options}))
 
 
 @contextlib.contextmanager
@@ -151,6 +167,22 @@ def test_in_memory_is_plain_torch(clip_norm):
         assert train(system, spec, range(STEPS)) == pytest.approx(losses, abs=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "megatrain"])
+def test_compiling_does_not_change_the_losses(name, checkpointing):
+    losses = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        spec = make_spec(num_micro_batches=2, loss_chunk=40, activation_checkpointing=checkpointing, compile=compiled)
+        with running(name, spec) as system:
+            losses.append(train(system, spec, range(3)))
+        # One graph for all layers, and one for each of the loss's two sizes of chunk (64 = 40 + 24 tokens).
+        assert counters["stats"]["unique_graphs"] == 3 * compiled
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
 @pytest.mark.parametrize("name", ["in_memory", "zero3", "fsdp2"])
 def test_activation_checkpointing_does_not_change_the_losses(name):
     losses = []
@@ -171,7 +203,7 @@ def test_fsdp2_accumulates_on_the_device_alike():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("name", NAMES)
 def test_resume_continues_where_save_was_called(name, dtype, tmp_path):
     spec = make_spec(dtype, 2)
     directory = tmp_path / "checkpoints" / "last"
@@ -195,7 +227,7 @@ def train_two(system, spec: SystemSpec) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "num_micro_batches"), [(torch.bfloat16, 1), (torch.float32, 2)])
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_step_that_is_not_finite_changes_nothing(name, dtype, num_micro_batches):
     spec = make_spec(dtype, num_micro_batches)
     weights = dict(initial_weights(spec.model, 0, dtype, CPU))
@@ -209,7 +241,7 @@ def test_a_step_that_is_not_finite_changes_nothing(name, dtype, num_micro_batche
             torch.testing.assert_close(value, before[key], rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("name", NAMES)
 def test_plan_and_dtypes_before_setup(name):
     try:
         system = build(name, make_spec(torch.bfloat16, 2))
@@ -222,7 +254,7 @@ def test_plan_and_dtypes_before_setup(name):
     system.close()
 
 
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("name", NAMES)
 def test_an_unknown_option_is_one_line(name):
     with pytest.raises(ValueError, match=r"^system\.foo: got 1, allowed .*; remove it or choose one of these$"):
         build(name, make_spec(foo=1))

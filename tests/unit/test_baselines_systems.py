@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from baselines import distributed
 from baselines.common import whole_directory
-from baselines.model import num_params
-from baselines.system import ModelSpec, Shape, SystemSpec, Unsupported, build
+from baselines.model import count_params, num_params
+from baselines.system import REGISTRY, ModelSpec, Shape, SystemSpec, Unsupported, build
 from engine import Recipe
 from tests.unit.test_baselines_model import TINY
+from tests.unit.test_sweeps_config import composed
 
 QWEN_14B = {
     "hidden_size": 5120,
@@ -44,6 +45,56 @@ def test_bad_values_are_one_line(name, options):
     (key,) = options
     with pytest.raises(ValueError, match=rf"^system\.{key}: got .*, allowed [^\n]*; [^\n]*$"):
         build(name, make_spec(**options))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("in_memory", {"preset": 3}, "a word or null"),
+        ("fsdp2", {"compile": "yes"}, "true or false"),
+        ("zero3", {"prefetch_bucket_size": -2}, "an integer >= -1; the default is -1"),
+        ("zero3", {"param_persistence_threshold": -1}, "an integer >= 0; the default is 100000"),
+        ("zero3", {"max_live_parameters": 0}, "an integer >= 1"),
+        ("zero3", {"sub_group_size": 1e9}, "an integer >= 1"),
+        ("zero3", {"overlap_comm": 1}, "true or false"),
+        ("zero2", {"reduce_bucket_size": 0}, "an integer >= 1; the default is 500000000"),
+        ("zero2", {"pin_memory": None}, "true or false"),
+        ("zero2", {"sub_group_size": 1000}, "preset, activation_checkpointing, .*; remove it"),
+    ],
+)
+def test_knobs_are_checked(name, options, words):
+    (key,) = options
+    with pytest.raises(ValueError, match=rf"^system\.{key}: got [^\n]*, allowed {words}[^\n]*$"):
+        build(name, make_spec(**options))
+
+
+def test_knobs_reach_deepspeed():
+    from baselines.deepspeed_options import Zero2Options, Zero3Options, deepspeed_config
+
+    spec = make_spec(device="cuda")
+    layer = count_params(spec.model).largest_layer
+    third = deepspeed_config(spec, Zero3Options(sub_group_size=7, reduce_bucket_size=5))["zero_optimization"]
+    assert third["stage"] == 3
+    assert third["offload_param"] == third["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    assert (third["stage3_prefetch_bucket_size"], third["sub_group_size"], third["reduce_bucket_size"]) == (layer, 7, 5)
+    assert third["memory_efficient_linear"]
+    tuned = Zero3Options(prefetch_bucket_size=10 * layer, offload_param=False, pin_memory=False, overlap_comm=False, compile=True)
+    third = deepspeed_config(spec, tuned)["zero_optimization"]
+    assert third["stage3_prefetch_bucket_size"] == 10 * layer
+    assert "offload_param" not in third
+    assert third["offload_optimizer"] == {"device": "cpu", "pin_memory": False}
+    assert not third["overlap_comm"]
+    assert not third["memory_efficient_linear"]
+    second = deepspeed_config(spec, Zero2Options())["zero_optimization"]
+    assert second["stage"] == 2
+    assert not any("stage3" in key or "param" in key for key in second)
+
+
+@pytest.mark.parametrize("name", [name for name in REGISTRY if name != "megatrain"])
+def test_the_yaml_of_a_baseline_says_its_defaults(name):
+    """What the parity tests run without a YAML is what `system=NAME` runs."""
+    options = build(name, make_spec(**composed(f"system={name}").options)).options
+    assert options == type(options)()
 
 
 def test_bad_dtype_and_system():
@@ -84,7 +135,7 @@ def test_zero3_with_an_old_deepspeed_is_unsupported(monkeypatch, version):
 
 @pytest.mark.parametrize(
     ("name", "host_per_param", "device_gb"),
-    [("zero3", 26, (25, 60)), ("fsdp2", 22, (30, 70)), ("in_memory", 0, (18 * 14.77, 18 * 14.77 + 50))],
+    [("zero3", 26, (25, 60)), ("zero2", 19.78, (55, 70)), ("fsdp2", 22, (30, 70)), ("in_memory", 0, (18 * 14.77, 18 * 14.77 + 50))],
 )
 def test_plan_at_14b(name, host_per_param, device_gb):
     spec = make_spec(QWEN_14B, Shape(batch_size=32, seq_len=1024), device="cuda")
@@ -99,12 +150,33 @@ def test_plan_counts_what_the_options_change():
     def device_bytes(name, **options):
         return build(name, make_spec(config, shape, device="cuda", **options)).plan().device
 
-    for name in ("in_memory", "zero3", "fsdp2"):
+    for name in ("in_memory", "zero3", "zero2", "fsdp2"):
         plain = device_bytes(name)
         assert device_bytes(name, activation_checkpointing=False)["activations"] > 3 * plain["activations"]
         assert device_bytes(name, loss_chunk=32768)["activations"] > 3 * plain["activations"]
     weights = device_bytes("zero3", offload_param=False)["weights"]
-    assert weights == 2 * num_params(make_spec(config).model)
+    total = num_params(make_spec(config).model)
+    assert weights == 2 * total
+    two_buckets, one_bucket = (device_bytes("zero2", overlap_comm=overlap)["gradients"] for overlap in (True, False))
+    assert two_buckets - one_bucket == 2 * 500_000_000
+    shape = Shape(batch_size=32, seq_len=1024, num_micro_batches=2)
+    assert device_bytes("zero2")["gradients"] == two_buckets + 4 * total
+
+
+def test_plan_rounds_what_zero2_pins_up_to_powers_of_two():
+    total = num_params(make_spec().model)
+    largest = count_params(make_spec().model).largest
+
+    def host(device, **options):
+        return build("zero2", make_spec(device=device, **options)).plan().host
+
+    assert host("cuda", pin_memory=False) == host("cpu")
+    assert host("cpu") == {"weights": 2 * total, "master": 4 * total, "moments": 8 * total, "gradients": 4 * total} | {
+        "staging": 2 * largest
+    }
+    pinned = [2 * total, 4 * total, 4 * total, 2 * largest]
+    rounded = sum(1 << (size - 1).bit_length() for size in pinned)
+    assert sum(host("cuda").values()) == rounded + 8 * total
 
 
 def write_half(target):

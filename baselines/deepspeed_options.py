@@ -1,0 +1,99 @@
+"""The knobs of the DeepSpeed systems, and DeepSpeed's own configuration made of them.
+
+Invariant: every size that DeepSpeed would choose by itself is set here, and is in the cell's hash; sizes are in parameters, as in
+DeepSpeed's configuration (https://www.deepspeed.ai/docs/config-json, checked against deepspeed/runtime/zero/config.py of 0.19.8).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from baselines.common import CommonOptions, at_least
+from baselines.model import count_params
+from baselines.system import SystemSpec
+
+ONE_LAYER = -1
+"""`prefetch_bucket_size` that stands for the parameters of the largest decoder layer."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeepSpeedOptions(CommonOptions):
+    """Options of every stage."""
+
+    pin_memory: bool = True
+    """Pin what is offloaded: copies beside the computation, for host memory rounded up to powers of two. The CPU has none."""
+    overlap_comm: bool = True
+    """Copy gradients to the host beside the backward, through a second bucket."""
+    reduce_bucket_size: int = 500_000_000
+    """Gradients gathered on the device before they leave together; larger ones leave alone."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Zero3Options(DeepSpeedOptions):
+    """Options of `Zero3`."""
+
+    offload_param: bool = True
+    """Weights in host memory; false keeps the weights in the compute dtype on the device."""
+    prefetch_bucket_size: int = at_least(ONE_LAYER, ONE_LAYER)
+    """Parameters fetched ahead of use, never beyond max_live_parameters: 0 none, -1 as many as one decoder layer has."""
+    param_persistence_threshold: int = at_least(0, 100_000)
+    """Parameters smaller than this stay on the device: the norms and biases."""
+    max_live_parameters: int = 1_000_000_000
+    """Parameters on the device at a time, before the module in use asks for its own."""
+    max_reuse_distance: int = at_least(0, 1_000_000_000)
+    """A parameter that is used again within this many others is not released."""
+    sub_group_size: int = 1_000_000_000
+    """Parameters that the CPU optimizer takes at a time."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Zero2Options(DeepSpeedOptions):
+    """Options of `Zero2`: none of ZeRO-3's own, for nothing is fetched and the CPU optimizer takes all parameters at once."""
+
+
+def accumulation_dtype(spec: SystemSpec) -> torch.dtype:
+    """One micro-batch has nothing to accumulate: its gradients stay in the compute dtype and save memory."""
+    return spec.dtype if spec.shape.num_micro_batches == 1 else torch.float32
+
+
+def deepspeed_config(spec: SystemSpec, options: DeepSpeedOptions) -> dict[str, Any]:
+    """DeepSpeed's configuration of one step of `spec`; the stage follows from the kind of options."""
+    offload = {"device": "cpu", "pin_memory": options.pin_memory and spec.device.type == "cuda"}
+    zero: dict[str, Any] = {
+        "stage": 2,
+        "offload_optimizer": offload,
+        "overlap_comm": options.overlap_comm,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": options.reduce_bucket_size,
+    }
+    if isinstance(options, Zero3Options):
+        zero |= _stage_3(spec, options)
+        if options.offload_param:
+            zero["offload_param"] = offload
+    return {
+        "train_micro_batch_size_per_gpu": spec.shape.micro_batch_size,
+        "gradient_accumulation_steps": spec.shape.num_micro_batches,
+        "gradient_clipping": spec.recipe.clip_norm,
+        "bf16": {"enabled": spec.dtype == torch.bfloat16},
+        "data_types": {"grad_accum_dtype": "bf16" if accumulation_dtype(spec) == torch.bfloat16 else "fp32"},
+        "zero_optimization": zero,
+        "steps_per_print": None,
+        "wall_clock_breakdown": False,
+    }
+
+
+def _stage_3(spec: SystemSpec, options: Zero3Options) -> dict[str, Any]:
+    ahead = options.prefetch_bucket_size
+    return {
+        "stage": 3,
+        "stage3_prefetch_bucket_size": count_params(spec.model).largest_layer if ahead == ONE_LAYER else ahead,
+        "stage3_param_persistence_threshold": options.param_persistence_threshold,
+        "stage3_max_live_parameters": options.max_live_parameters,
+        "stage3_max_reuse_distance": options.max_reuse_distance,
+        "sub_group_size": options.sub_group_size,
+        # DeepSpeed's own linear reads a weight's state in its backward, which cannot be traced.
+        "memory_efficient_linear": not options.compile,
+    }
