@@ -21,8 +21,9 @@ install: $(INSTALLED) ## make .venv with everything in it
 bench: $(INSTALLED) ## train one model under four systems; table and figure at the end
 	$(BIN)/python -m sweeps.run +experiment=quickstart
 
+# Two processes of one thread each. A file stays in one of them, for its shared fixtures; e2e and parity, the longest, come first.
 test: $(INSTALLED) ## every test that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(INSTALLED) ## lint, format and types
 	$(BIN)/ruff check .

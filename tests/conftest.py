@@ -1,11 +1,26 @@
-"""One thread for torch and the engine's kernels: test models are tiny and the machine may have two cores."""
+"""One thread for torch and the engine's kernels, before every test: the models are tiny and the machine may have two cores."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from tests.models import make_model
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _process_as_it_was() -> Iterator[None]:
+    """What a test changed in its whole process is taken back.
+
+    DeepSpeed replaces F.linear for good: other systems would train through its Python, and compiled layers lose their gradients.
+    """
+    linear = F.linear
+    yield
+    F.linear = linear
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

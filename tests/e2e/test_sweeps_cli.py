@@ -7,7 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from subprocess import PIPE, CompletedProcess
 
 import pytest
 
@@ -15,7 +19,9 @@ from sweeps import auto, run
 from sweeps.errors import USER_ERRORS, one_line
 from sweeps.result import Row, read_rows
 
+pytestmark = pytest.mark.timeout(900)  # the first test of the shared study waits for its four commands
 ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SMALL = [
     "measure=brief",
     "shape.batch_size=2",
@@ -29,10 +35,26 @@ SMALL = [
 ]
 
 
-def sweep(output: Path, *overrides: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "sweeps.run", *overrides, f"output_dir={output}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+def command_of(output: Path, *overrides: str) -> list[str]:
+    return [sys.executable, "-m", "sweeps.run", *overrides, f"output_dir={output}"]
+
+
+def sweep(output: Path, *overrides: str, **env: str) -> CompletedProcess[str]:
+    command = command_of(output, *overrides)
+    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT | env, capture_output=True, text=True, timeout=280, check=False)
+
+
+@contextmanager
+def first_step_of(output: Path, *overrides: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A sweep whose first cell has done its first step, and that cell's process."""
+    command = command_of(output, *overrides)
+    with subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=PIPE, stderr=PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        for line in parent.stdout:
+            if "step 1/" in line:
+                break
+        (child,) = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        yield parent, int(child)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +62,7 @@ def sweep(output: Path, *overrides: str, env: dict[str, str] | None = None) -> s
     [
         (["model=nope"], "model: got 'nope', allowed auto, qwen2.5-0.5b"),
         (["system=nope"], "system: got 'nope', allowed fsdp2, in_memory, megatrain"),
-        (["+experiment=nope"], "experiment: got 'nope', allowed h200_3b"),
+        (["+experiment=nope"], "experiment: got 'nope', allowed h200_"),
         (["system.dpeth=3"], "system.dpeth: got '3', an unknown field, allowed checkpoint_interval"),
         (["shape.batch_size=5", "shape.num_micro_batches=2"], "shape.num_micro_batches: got 2, allowed a divisor"),
         (["shape.seq_len=9999"], "shape.seq_len: got 9999, allowed 1 to 2048"),
@@ -86,26 +108,92 @@ def test_a_user_error_leaves_one_line_and_nothing_else(tmp_path: Path, overrides
     assert not done.stdout or "--multirun" not in overrides, "a cell of the sweep was started"
 
 
-def by_system(output: Path) -> dict[str, Row]:
-    return {row.system: row for row in read_rows(output / "rows.jsonl")}
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """One folder through four commands, and the rows in it after each."""
+
+    output: Path
+    killed: CompletedProcess[str]
+    """in_memory and megatrain without W&B; in_memory is killed in its second step or soon after."""
+    again: CompletedProcess[str]
+    """The same with W&B."""
+    joined: CompletedProcess[str]
+    """Two more systems: zero3 first, which has no DeepSpeed here, and fsdp2 last."""
+    idle: CompletedProcess[str]
+    """The first command once more."""
+    rows: list[list[Row]]
 
 
-def test_measure_skip_and_mirror(tmp_path: Path) -> None:
-    arguments = ["--multirun", "system=in_memory,megatrain", *SMALL]
-    first = sweep(tmp_path, *arguments)
-    assert first.returncode == 0, first.stderr + first.stdout
-    rows = by_system(tmp_path)
-    assert {row.status for row in rows.values()} == {"ok"}, [row.reason for row in rows.values()]
-    assert rows["megatrain"].agrees is True
-    assert all(len(row.losses) == 3 and len(row.step_s) == 2 for row in rows.values())
-    assert all(
-        row.peak_host_bytes and row.num_params and row.versions["torch"] and row.machine["host_bytes"] for row in rows.values()
-    )
-    second = sweep(tmp_path, *arguments)
-    assert second.stdout.count("skipped") == 2
-    assert len(read_rows(tmp_path / "rows.jsonl")) == 2
-    histories = sorted(mirrored(folder) for folder in (tmp_path / "wandb").glob("offline-run-*"))
-    assert histories == sorted(row.losses for row in rows.values())
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
+    """Shared, for every cell costs the seconds that torch and transformers take to import."""
+    output, path = tmp_path_factory.mktemp("study"), tmp_path_factory.mktemp("path")
+    (path / "sitecustomize.py").write_text("import sys\nsys.modules['deepspeed'] = None\n")
+    timing = ["measure.warmup_steps=1", "measure.windows=2", "measure.steps_per_window=50"]
+    both, rows = ["--multirun", "system=in_memory,megatrain", *SMALL, *timing], []
+
+    def seen(done: CompletedProcess[str]) -> CompletedProcess[str]:
+        rows.append(read_rows(output / "rows.jsonl"))
+        return done
+
+    with first_step_of(output, *both, "logging=none") as (parent, child):
+        os.kill(child, signal.SIGKILL)
+        told, errors = parent.communicate(timeout=280)
+    killed = seen(CompletedProcess(parent.args, parent.returncode, told, errors))
+    again = seen(sweep(output, *both))
+    more = ["--multirun", "system=zero3,in_memory,megatrain,fsdp2", *SMALL, *timing]
+    joined = seen(sweep(output, *more, PYTHONPATH=str(path)))
+    return Study(output=output, killed=killed, again=again, joined=joined, idle=seen(sweep(output, *both)), rows=rows)
+
+
+def verdicts(rows: list[Row]) -> list[tuple[str, str]]:
+    return [(row.system, row.status) for row in rows]
+
+
+def test_a_killed_cell_leaves_a_row_and_the_next_is_measured(study: Study) -> None:
+    assert study.killed.returncode == 0, study.killed
+    assert "not measured: in_memory (oom_host: the cell was killed with SIGKILL" in study.killed.stderr
+    assert verdicts(study.rows[0]) == [("in_memory", "oom_host"), ("megatrain", "ok")]
+
+
+def test_only_the_killed_cell_is_run_again(study: Study) -> None:
+    assert study.again.returncode == 0, study.again
+    assert study.again.stdout.count("skipped") == 1
+    assert verdicts(study.rows[1]) == [*verdicts(study.rows[0]), ("in_memory", "ok")]
+
+
+def test_rows_before_the_reference_are_compared_with_it(study: Study) -> None:
+    assert "numerics were not checked" not in study.again.stdout
+    assert re.search(r"MegaTrain.* yes", study.again.stdout)
+
+
+def test_a_missing_package_costs_only_the_system_that_needs_it(study: Study) -> None:
+    assert study.joined.returncode == 0, study.joined
+    assert study.joined.stdout.count("skipped") == 2
+    assert verdicts(study.rows[2]) == [*verdicts(study.rows[1]), ("zero3", "unsupported"), ("fsdp2", "ok")]
+    assert study.rows[2][-1].agrees is True
+
+
+def test_what_has_its_number_is_skipped(study: Study) -> None:
+    assert study.idle.returncode == 0, study.idle
+    assert study.idle.stdout.count("skipped") == 2
+    assert study.rows[3] == study.rows[2]
+
+
+def test_a_row_says_what_was_measured_and_where(study: Study) -> None:
+    measured = [row for row in study.rows[-1] if row.status == "ok"]
+    assert len(measured) == 3
+    for row in measured:
+        assert (len(row.losses), len(row.step_s)) == (101, 2)
+        assert row.peak_host_bytes
+        assert row.num_params
+        assert row.versions["torch"]
+        assert row.machine["host_bytes"]
+
+
+def test_the_mirror_has_a_run_for_every_row(study: Study) -> None:
+    folders = (study.output / "wandb").glob("offline-run-*")
+    assert sorted(map(mirrored, folders)) == sorted(row.losses for row in study.rows[-1][2:])  # the first command had none
 
 
 def mirrored(folder: Path) -> list[float]:
@@ -123,59 +211,25 @@ def find(value: object, key: str) -> float | None:
     return None
 
 
-def test_a_killed_cell_leaves_a_row_and_only_it_is_run_again(tmp_path: Path) -> None:
-    slow = ["measure.warmup_steps=1", "measure.windows=1", "measure.steps_per_window=150"]
-    arguments = ["--multirun", "system=in_memory,megatrain", *SMALL, *slow, "logging=none"]
-    command = [sys.executable, "-m", "sweeps.run", *arguments, f"output_dir={tmp_path}"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as parent:
-        assert parent.stdout is not None
-        for line in parent.stdout:
-            if "step 1/" in line:
-                break
-        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
-        os.kill(int(children[0]), signal.SIGKILL)
-        rest = parent.stdout.read()
-    assert parent.returncode == 0, rest
-    assert "not measured: in_memory (oom_host: the cell was killed with SIGKILL" in rest
-    assert {name: row.status for name, row in by_system(tmp_path).items()} == {"in_memory": "oom_host", "megatrain": "ok"}
-    again = sweep(tmp_path, *arguments)
-    assert again.stdout.count("skipped") == 1
-    assert [row.system for row in read_rows(tmp_path / "rows.jsonl")] == ["in_memory", "megatrain", "in_memory"]
-    assert by_system(tmp_path)["in_memory"].status == "ok"
-    assert "numerics were not checked" not in again.stdout, "the reference came last, and the rows before it are compared with it"
-    assert re.search(r"MegaTrain.* yes", again.stdout)
+def test_a_loss_that_is_not_finite_is_a_row(tmp_path: Path) -> None:
+    done = sweep(tmp_path, "system=in_memory", *SMALL, "recipe.lr=1e38", "recipe.weight_decay=0", "logging=none")
+    assert done.returncode == 1
+    assert verdicts(read_rows(tmp_path / "rows.jsonl")) == [("in_memory", "nonfinite")], done.stdout
 
 
-def test_nonfinite_wont_fit_and_missing_deepspeed(tmp_path: Path) -> None:
-    nan = sweep(tmp_path / "nan", "system=in_memory", *SMALL, "recipe.lr=1e38", "recipe.weight_decay=0", "logging=none")
-    assert nan.returncode == 1
-    assert by_system(tmp_path / "nan")["in_memory"].status == "nonfinite", nan.stdout
-    large = sweep(tmp_path / "large", "system=in_memory", "model=qwen2.5-32b", "machine.host_bytes=1000000", "logging=none")
-    row = by_system(tmp_path / "large")["in_memory"]
-    assert (large.returncode, row.status) == (1, "wont_fit")
+def test_a_model_that_does_not_fit_is_a_row(tmp_path: Path) -> None:
+    done = sweep(tmp_path, "system=in_memory", "model=qwen2.5-32b", "machine.host_bytes=1000000", "logging=none")
+    (row,) = read_rows(tmp_path / "rows.jsonl")
+    assert (done.returncode, row.status) == (1, "wont_fit")
     assert row.reason.startswith("model: got qwen2.5-32b, which needs ")
     assert "allowed 1,000,000" in row.reason
-    assert row.reason in large.stderr
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['deepspeed'] = None\n")
-    arguments = ["--multirun", "system=zero3,in_memory", *SMALL, "logging=none"]
-    missing = sweep(tmp_path / "missing", *arguments, env={"PYTHONPATH": str(tmp_path)})
-    assert missing.returncode == 0
-    assert {name: row.status for name, row in by_system(tmp_path / "missing").items()} == {
-        "zero3": "unsupported",
-        "in_memory": "ok",
-    }
+    assert row.reason in done.stderr
 
 
 def test_interrupting_leaves_no_row_and_no_cell(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "sweeps.run", "system=in_memory", *SMALL, "measure.windows=9999", f"output_dir={tmp_path}"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        for line in parent.stdout:
-            if "step 1/" in line:
-                break
-        (child,) = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+    with first_step_of(tmp_path, "system=in_memory", *SMALL, "measure.windows=9999") as (parent, child):
         parent.send_signal(signal.SIGINT)
-        _, errors = parent.communicate(timeout=30)
+        _, errors = parent.communicate(timeout=60)
     assert parent.returncode == 130
     assert errors.startswith("interrupted: ")
     assert len(errors.strip().splitlines()) == 1
