@@ -116,7 +116,7 @@ def contestants(num_params: int, num_threads: int) -> list[Kernel | Speed]:
         try:
             found.append(make(name))
         except Unsupported as missing:
-            found.append(Speed(name=name, reason=str(missing).removeprefix("zero3: ")))
+            found.append(Speed(name=name, reason=str(missing)))
     return found
 
 
