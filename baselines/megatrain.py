@@ -34,5 +34,5 @@ def build(spec: SystemSpec, machine: Machine | None = None) -> MegaTrain:
         dtype=spec.dtype,
         device=spec.device,
         config=EngineConfig(**options),
-        machine=machine or Machine(host_memory=spec.host_memory),
+        machine=machine or Machine(host_memory=spec.host_memory, device_memory=spec.device_memory),
     )

@@ -75,6 +75,8 @@ class SystemSpec:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     host_memory: int | None = None
     """Bytes of host memory that the machine has, for a system that chooses what to put there; None where unknown."""
+    device_memory: int | None = None
+    """Bytes of device memory to choose for; None is what the device has."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The system's own knobs, the rest of the `system` config group."""
 

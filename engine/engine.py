@@ -96,6 +96,12 @@ class MegaTrain:
                     f"system.{name}: got {getattr(self.config, name)}, allowed 0 to {most} with {p.num_layers} layers; lower it"
                 )
 
+        if p.kept_layers + p.offloaded_layers > p.num_layers:
+            raise ValueError(
+                f"system.offload_activations: got {p.offloaded_layers}, allowed 0 to {p.num_layers - p.kept_layers} where "
+                f"system.keep_activations is {p.kept_layers} of {p.num_layers} layers; lower one of the two"
+            )
+
     def record(self, batches: Sequence[Batch]) -> Timeline:
         """Train on `batches`, two or more, and return the last whole step as it ran. Timing marks slow it a little."""
         _, _, lanes = self._ready()

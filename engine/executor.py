@@ -162,7 +162,9 @@ class Executor:
         weights, layer = self.memory.weights(op), op.block - 1
         template, calls = self.decoder.templates[layer], [r.calls[layer] for r in s.recordings]
         shared = storages([*s.hidden, *(value for call in calls for value in tensors((call.args, call.kwargs)))])
-        s.offloaded[op.block] = kept = Offloaded(weights=weights, home=self.memory.home(op), shared=shared)
+        s.offloaded[op.block] = kept = Offloaded(
+            weights=weights, home=self.memory.home(op), shared=shared, capacity=self.store.activations[op.block].numel()
+        )
         with kept.hooks():
             kept.graphs = [template.forward_kept(weights, x, call, layer) for x, call in zip(s.hidden, calls, strict=True)]
         s.hidden = [output.detach() for _, output in kept.graphs]

@@ -49,6 +49,8 @@ class Offloaded:
     """The flat device memory that they are views of; replaced by the backward's before it runs."""
     shared: set[int]
     """Storages that stay on the device: inputs and arguments."""
+    capacity: int
+    """Bytes of the pinned slab. What a layer saves beyond them stays on the device: right, at the price of memory."""
     graphs: list[Any] = field(default_factory=list)
     """(input, output) of each micro-batch, with the graph between them."""
     num_bytes: int = 0
@@ -57,6 +59,8 @@ class Offloaded:
     """Saved tensors in memory order as bytes on the device: as the forward left them, none, or as fetched."""
     _places: list[slice] = field(default_factory=list)
     """Where each lies in the slab."""
+    _versions: list[int] = field(default_factory=list)
+    """How often each had been written when it was saved."""
     _seen: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def hooks(self) -> AbstractContextManager[Any]:
@@ -74,8 +78,11 @@ class Offloaded:
         flat = tensor.contiguous().view(-1) if flat is None else flat
         key = (flat.data_ptr(), flat.nbytes)
         if key not in self._seen:
+            if self.num_bytes + flat.nbytes > self.capacity:
+                return tensor
             self._seen[key] = len(self._pieces)
             self._pieces.append(flat.view(torch.uint8))
+            self._versions.append(self._pieces[-1]._version)
             self._places.append(slice(self.num_bytes, self.num_bytes + flat.nbytes))
             self.num_bytes += -(-flat.nbytes // ALIGNMENT) * ALIGNMENT
         return _Moved(index=self._seen[key], dtype=tensor.dtype, size=tensor.shape, stride=stride)
@@ -90,15 +97,11 @@ class Offloaded:
 
     def copies(self, slab: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(piece on the device, its place in the host `slab`) pairs, bytes."""
-        if self.num_bytes > slab.numel():
-            raise ValueError(
-                f"system.offload_activations: got a layer that saves {self.num_bytes:,} bytes, allowed {slab.numel():,} (its "
-                "pinned slab); set system.offload_activations=0"
-            )
         return [(piece, slab[place]) for piece, place in zip(self._pieces, self._places, strict=True)]
 
     def drop(self) -> None:
         """Give up the device memory."""
+        assert self._versions == [piece._version for piece in self._pieces], "a saved activation was written in place"
         self._pieces.clear()
         self._seen.clear()
 

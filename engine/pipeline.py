@@ -24,7 +24,7 @@ class Pipeline:
     depth: int = 2
     """Device weight slots, and device gradient slabs, for decoder layers."""
     streams: int = 3
-    """CUDA streams: 1 serial, 2 compute and copy, 3 compute, H2D and D2H."""
+    """CUDA streams: 1 serial, 2 compute and copy, 3 compute, H2D and D2H, and a fourth for fetched activations."""
     checkpoint_interval: int = 1
     """K: every K-th layer's input is kept; the others are recomputed from it in the backward."""
     gradient_slabs: int = 0

@@ -67,13 +67,13 @@ class Planner:
 
     def placed(self, p: Pipeline) -> Pipeline:
         """`p` with what was left to `placement` chosen; on the CPU nothing is gained by moving things."""
+        if p.offloaded_layers and self.device.type == "cuda":
+            p = replace(p, evict_visits=self._evict_visits(p))
         asked = {name: getattr(p, name) for name in ("device_blocks", "kept_layers", "offloaded_layers")}
         if placement.AUTO not in asked.values():
             return p
         if self.device.type != "cuda":
             return replace(p, **{name: max(0, number) for name, number in asked.items()})
-        if p.offloaded_layers:
-            p = replace(p, evict_visits=self._evict_visits(p))
         return placement.choose(p, fits=self._fits, device_bytes=self._device_total, step_s=lambda q: self.predict(q).step_s)
 
     def _evict_visits(self, p: Pipeline) -> int:

@@ -100,12 +100,12 @@ def _operations(p: Pipeline) -> Iterator[Op]:
         yield _compute(p, phase, block, slots[n], slab, lanes)
         if phase == "tail" and not p.clip:
             yield _check()
+        if phase == "forward_offloaded":
+            yield _evict(block, lanes)
         if slots[n] >= 0:
             yield Op(kind="free", block=block, lane=lanes[COMPUTE], slot=slots[n], writes=frozenset({f"slot {slots[n]}"}))
         yield from filter(None, loads[issued : n + ahead + 1])
         issued = max(issued, n + ahead + 1)
-        if phase == "forward_offloaded":
-            yield _evict(block, lanes)
         if phase in ("backward_kept", "backward_offloaded"):  # a layer's memory is free: room for another's
             yield from _stage_next(waiting, lanes)
         if phase in GRADIENT_PHASES:

@@ -77,7 +77,7 @@ def work(cell: Cell, emit: Emitter) -> None:
     if refusal:
         emit("failed", status="wont_fit", reason=refusal)
         return
-    if cell.machine.device == "cuda" and hasattr(system, "predict"):
+    if cell.machine.device == "cuda" and cell.dtype == "bfloat16" and hasattr(system, "predict"):  # rates are those of bf16
         emit("predicted", step_s=system.predict().step_s)
     emit("phase", name="setup")
     try:

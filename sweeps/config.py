@@ -128,6 +128,7 @@ class Cell:
             dtype=DTYPES[self.dtype],
             device=torch.device(self.machine.device),
             host_memory=self.machine.host_bytes or host_bytes(),
+            device_memory=self.machine.device_bytes,
             options=dict(self.options),
         )
 

@@ -29,10 +29,10 @@ def cell_variables() -> dict[str, str]:
     Kernels compiled by one cell serve the next; and device memory grows in place, or the holes between blocks of unlike
     sizes cost up to 12 GB of an H200 (docs/log.md).
     """
-    return {
-        "TORCHINDUCTOR_CACHE_DIR": str(cache_directory() / "inductor"),
-        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-    }
+    ours = {"TORCHINDUCTOR_CACHE_DIR": str(cache_directory() / "inductor"), "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    if "PYTORCH_CUDA_ALLOC_CONF" in os.environ:  # the older name of the same
+        del ours["PYTORCH_ALLOC_CONF"]
+    return {name: value for name, value in ours.items() if name not in os.environ}
 
 
 def cpu_model() -> str:

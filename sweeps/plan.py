@@ -4,7 +4,7 @@ Invariant: the bytes are those that a cell is refused by, and the timeline is th
 rates, so the picture cannot say what the engine would not do.
 
     python -m sweeps.plan model=qwen2.5-7b system=megatrain_fast              # this machine; rates are probed on its GPU
-    python -m sweeps.plan model=qwen2.5-72b system=megatrain_fast +rates=h200_64cores      # a machine that is not here
+    python -m sweeps.plan model=qwen2.5-32b system=megatrain_fast +rates=h200_64cores      # a machine that is not here
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from baselines.system import SystemSpec, build
 from engine import Machine, MegaTrain, Plan, Rates, Timeline
 from sweeps import auto, environment
 from sweeps.cell import fits
-from sweeps.config import Cell, cell_from
+from sweeps.config import Cell, cell_from, require
 from sweeps.errors import USER_ERRORS, one_line
 
 WIDTH = 60
@@ -44,6 +44,8 @@ def compose_plan(overrides: Sequence[str]) -> tuple[Cell, Machine | None]:
     given = plain.pop("rates", None)
     if not given:
         return cell_from(auto.resolve(OmegaConf.create(plain))), None
+    require("", plain, ("machine", "measure", "model", "recipe", "system", "shape"))
+    _check_rates(given)
     plain["machine"] |= {"device": "cuda"} | {
         name: plain["machine"][name] or given[memory] for name, memory in zip(("device_bytes", "host_bytes"), MEMORY, strict=True)
     }
@@ -54,6 +56,16 @@ def compose_plan(overrides: Sequence[str]) -> tuple[Cell, Machine | None]:
     return cell_from(plain), Machine(
         rates=rates, device_memory=int(plain["machine"]["device_bytes"]), host_memory=int(plain["machine"]["host_bytes"])
     )
+
+
+def _check_rates(given: Mapping[str, Any]) -> None:
+    allowed = ("name", *MEMORY, *(item.name for item in dataclasses.fields(Rates)))
+    require("rates.", given, allowed)
+    for name, value in given.items():
+        if name not in allowed:
+            raise ValueError(f"rates.{name}: got {value!r}, allowed fields {', '.join(allowed)}; remove it or correct its name")
+        if name != "name" and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
+            raise ValueError(f"rates.{name}: got {value!r}, allowed a number > 0; see conf/rates for an example")
 
 
 def planned(cell: Cell, machine: Machine | None) -> tuple[Plan, MegaTrain | None]:
@@ -127,7 +139,7 @@ def report(cell: Cell, machine: Machine | None) -> list[str]:
     refusal = fits(plan, cell.model.name, cell.machine.device, had)
     if engine is not None:
         lines += ["", "placement", *layer_map(engine)]
-        if cell.machine.device == "cuda":
+        if cell.machine.device == "cuda" and cell.dtype == "bfloat16":  # the rates are those of bf16 products
             timeline = engine.predict()
             tokens_per_s = shape.num_tokens / timeline.step_s
             lines += [

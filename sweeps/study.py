@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import os
 import shutil
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from sweeps.config import Cell, cell_from
 from sweeps.data import batches, corpus_of
 from sweeps.isolate import Event, Outcome, run_isolated
 from sweeps.memory import device_sampler
-from sweeps.result import Row, compared, read_rows
+from sweeps.result import BENCH_VERSION, Row, compared, read_rows
 from sweeps.sinks import ConsoleSink, JsonlSink, Sink, wandb_sink
 
 RETRIED = ("error", "timeout", "oom_host", "unsupported", "wont_fit")
@@ -59,7 +58,7 @@ def latest(path: Path, cell_hash: str) -> Row | None:
 
 
 def _stands(row: Row | None) -> bool:
-    return row is not None and row.status not in RETRIED
+    return row is not None and row.status not in RETRIED and row.bench_version == BENCH_VERSION
 
 
 def run_cell(cell: Cell, label: str) -> Row:
@@ -111,7 +110,7 @@ def _measure(cell: Cell, log: Path, sinks: Sequence[Sink]) -> Row:
         timeout_s=cell.measure.timeout_s,
         device=device_sampler(cell.machine.device),
         on_event=tell,
-        env={name: os.environ.get(name) or value for name, value in environment.cell_variables().items()},
+        env=environment.cell_variables(),
     )
     row = row_of(cell, outcome, started_at=started_at, machine=environment.machine(cell.machine, peak))
     return compared(row, rows_of(cell.rows_path))

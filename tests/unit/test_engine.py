@@ -18,6 +18,12 @@ from tests.models import assert_same, engine_gradients, make_batch, make_engine,
 RECIPE = Recipe(lr=1e-2, clip_norm=0.5)
 
 
+@pytest.fixture(autouse=True)
+def everything_moves(monkeypatch):
+    """The tensors of these models are small: without this none would be offloaded."""
+    monkeypatch.setattr("engine.offload.SMALL", 0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_any_depth_streams_interval_and_slabs_give_identical_bits(models, dtype, micro_batches):
@@ -83,6 +89,7 @@ def test_any_placement_gives_identical_bits(models, placement, dtype, clip_norm,
     engine = make_engine(models[dtype], recipe=recipe, batch=batch, poison=True, **placement)
     first = train(engine, 3, micro_batches=2)
     engine.save(tmp_path / "half")
+    assert sum(slab.any().item() for slab in engine._store.activations.values()) == placement.get("offload_activations", 0)
     resumed = make_engine(models[dtype], recipe=recipe, batch=batch, lanes=TwinLanes(seed=1), **placement)
     resumed.resume(tmp_path / "half")
     second = train(resumed, 3, micro_batches=2, first=3)
@@ -110,22 +117,25 @@ def test_adversarial_interleaving_of_lanes_gives_identical_bits(models, clip_nor
     """Lanes run late, early and in random order within the schedule's waits; freed slots are poisoned."""
     arguments = {"recipe": replace(RECIPE, clip_norm=clip_norm), "depth": 1 + seed % 3, "checkpoint_interval": 1 + seed % 2}
     expected = train(make_engine(models[torch.float32], **arguments))
-    delayed = make_engine(models[torch.float32], lanes=TwinLanes(seed=seed), gradient_slabs=2, poison=True, **arguments)
+    offloaded = {"offload_activations": 2} if arguments["checkpoint_interval"] == 1 else {}
+    lanes = TwinLanes(seed=seed)
+    delayed = make_engine(models[torch.float32], lanes=lanes, gradient_slabs=2, poison=True, **arguments, **offloaded)
     assert_same(train(delayed), expected)
 
 
 def test_the_adversarial_twin_finds_a_missing_wait(models):
     """Take all waits away from one kind of operation at a time: some interleaving must change the numbers."""
     expected = train(make_engine(models[torch.float32], recipe=RECIPE))
-    for kind in ("load", "compute", "store", "step"):
+    for kind in ("load", "compute", "store", "step", "evict", "drop", "fetch"):
         differs = False
         for seed in range(12):
-            engine = make_engine(models[torch.float32], recipe=RECIPE, lanes=TwinLanes(seed=seed), poison=True)
+            lanes = TwinLanes(seed=seed)
+            engine = make_engine(models[torch.float32], recipe=RECIPE, lanes=lanes, poison=True, offload_activations=3)
             executor = engine._executor
             executor.ops = tuple(replace(op, waits=()) if op.kind == kind else op for op in executor.ops)
             try:
                 losses, parameters = train(engine)
-            except (NonFiniteLossError, IndexError):
+            except (NonFiniteLossError, IndexError, KeyError, ValueError):
                 differs = True
                 break
             same = losses == expected[0] and all(torch.equal(v, expected[1][n]) for n, v in parameters.items())

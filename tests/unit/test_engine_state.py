@@ -11,7 +11,13 @@ from engine.streams import TwinLanes
 from tests.models import assert_same, make_batch, make_engine, make_model, train
 
 
-@pytest.mark.parametrize("name", ["device_optimizer", "keep_activations"])
+def test_more_kept_and_offloaded_layers_than_there_are_is_one_line(models):
+    expected = r"system.offload_activations: got 3, allowed 0 to 2 where system.keep_activations is 2 of 4 layers; lower one"
+    with pytest.raises(ValueError, match=expected):
+        make_engine(models[torch.float32], keep_activations=2, offload_activations=3, device_optimizer=-1)
+
+
+@pytest.mark.parametrize("name", ["device_optimizer", "keep_activations", "offload_activations"])
 def test_a_placement_beyond_the_model_is_one_line(models, name):
     with pytest.raises(ValueError, match=f"system.{name}: got 9, allowed 0 to "):
         make_engine(models[torch.float32], **{name: 9})

@@ -14,7 +14,8 @@ from sweeps.config import Cell, cell_from
 from sweeps.result import comparison_key
 
 GROUPS = {folder.name: sorted(item.stem for item in folder.glob("*.yaml")) for folder in auto.CONF.iterdir() if folder.is_dir()}
-CHOICES = [(group, name) for group, names in GROUPS.items() for name in names if group not in ("ablation", "experiment", "rates", "rung")]
+NOT_ALONE = ("ablation", "experiment", "rates", "rung")
+CHOICES = [(group, name) for group, names in GROUPS.items() for name in names if group not in NOT_ALONE]
 PUBLISHED = {"tiny": 5.62e6, "qwen2.5-0.5b": 0.494e9, "qwen2.5-1.5b": 1.544e9, "qwen2.5-3b": 3.086e9, "qwen2.5-7b": 7.616e9}
 PUBLISHED |= {"qwen2.5-14b": 14.77e9, "qwen2.5-32b": 32.76e9}
 

@@ -50,6 +50,11 @@ def test_every_system_and_this_machine_without_a_gpu(capsys, monkeypatch):
         (["system=megatrain", "model=qwen2.5-32b", "+rates=h200_16cores"], 1, "does not fit: model: got qwen2.5-32b, which needs"),
         (["+rates=h300"], 2, "rates: got 'h300', allowed h200_16cores, h200_64cores; choose one of these"),
         (["+rates=h200_16cores", "model=auto"], 2, "model: got 'auto', allowed the name of a model where rates are given"),
+        (["+rates.matmul_flops=1e12"], 2, "rates.name: got nothing, allowed a value"),
+        (["+rates=h200_16cores", "+rates.foo=1"], 2, "rates.foo: got 1, allowed fields name, device_memory"),
+        (["+rates=h200_16cores", "rates.h2d_bytes=0"], 2, "rates.h2d_bytes: got 0, allowed a number > 0"),
+        (["+rates=h200_16cores", "rates.h2d_bytes=fast"], 2, "rates.h2d_bytes: got 'fast', allowed a number > 0"),
+        (["+rates=h200_16cores", "~recipe"], 2, "recipe: got nothing, allowed a value"),
         (["system.depth=0"], 2, "system.depth: got 0, allowed an integer >= 1"),
     ],
 )
