@@ -5,12 +5,15 @@ Invariant: importing this module imports no DeepSpeed; what is missing is told i
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib.metadata
 import importlib.util
 import logging
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,22 @@ def _ninja_directory() -> str | None:
 
         found = shutil.which("ninja", path=ninja.BIN_DIR)
     return None if found is None else str(Path(found).parent)
+
+
+@contextlib.contextmanager
+def sole_builder() -> Iterator[None]:
+    """While it lasts no other process builds DeepSpeed's operators, after `import_deepspeed`.
+
+    torch's own lock is a file that outlives a killed builder, and the next process waits for it forever. This one dies with its
+    holder, so a file of torch's that is there under it is a dead process's.
+    """
+    cache = Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / "building").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        for left_behind in cache.glob("*/lock"):
+            left_behind.unlink(missing_ok=True)
+        yield
 
 
 def import_deepspeed(device: torch.device) -> Any:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from baselines import distributed, footprint
 from baselines.common import check_dtype, dtype_name, micro_batches, parse_options, raise_unless_finite, whole_directory
 from baselines.deepspeed_options import DeepSpeedOptions, Zero2Options, Zero3Options, accumulation_dtype, deepspeed_config
-from baselines.deepspeed_setup import import_deepspeed, require_deepspeed
+from baselines.deepspeed_setup import import_deepspeed, require_deepspeed, sole_builder
 from baselines.loss import loss_of
 from baselines.model import config_of, count_params, decoder_layers, materialise
 from baselines.system import SystemSpec
@@ -89,14 +89,15 @@ class Zero3:
         if self.options.compile and isinstance(self.options, Zero3Options):
             deepspeed.utils.set_z3_leaf_modules(loss, list({type(layer) for layer in decoder_layers(model)}))
         self._linear = F.linear
-        optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(
-            [param for _, param in self._named],
-            lr=recipe.lr,
-            betas=(recipe.beta1, recipe.beta2),
-            eps=recipe.eps,
-            weight_decay=recipe.weight_decay,
-            adamw_mode=True,
-        )
+        with sole_builder():
+            optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(
+                [param for _, param in self._named],
+                lr=recipe.lr,
+                betas=(recipe.beta1, recipe.beta2),
+                eps=recipe.eps,
+                weight_decay=recipe.weight_decay,
+                adamw_mode=True,
+            )
         config = deepspeed_config(spec, self.options)
         self._engine, *_ = deepspeed.initialize(model=loss, optimizer=optimizer, config=config, dist_init_required=False)
         self._engine.train()

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from baselines.deepspeed_setup import import_deepspeed, require_deepspeed
+from baselines.deepspeed_setup import import_deepspeed, require_deepspeed, sole_builder
 from baselines.system import Unsupported
 from engine import Recipe
 from engine.optimizer import AdamW, BlockState, native
@@ -86,7 +86,8 @@ def deepspeed_adam(parameters: list[torch.nn.Parameter], num_threads: int) -> An
     try:
         with contextlib.redirect_stdout(sys.stderr):
             deepspeed = import_deepspeed(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-            optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(parameters, adamw_mode=True)
+            with sole_builder():
+                optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(parameters, adamw_mode=True)
     except (RuntimeError, ImportError) as error:
         raise Unsupported(f"DeepSpeedCPUAdam did not build: {error.__cause__ or error}".splitlines()[0]) from error
     ctypes.CDLL(optimizer.ds_opt_adam.__file__).omp_set_num_threads(num_threads)  # its OpenMP may be another than torch's

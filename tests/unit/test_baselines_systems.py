@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 
 from baselines import distributed
 from baselines.common import whole_directory
+from baselines.deepspeed_setup import sole_builder
 from baselines.model import count_params, num_params
 from baselines.system import REGISTRY, ModelSpec, Shape, SystemSpec, Unsupported, build
 from engine import Recipe
@@ -229,3 +232,17 @@ def test_a_group_of_others_is_left_alone(tmp_path):
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
+
+
+def test_a_lock_that_a_killed_builder_left_is_removed_and_a_live_one_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    left_behind = tmp_path / "cpu_adam" / "lock"
+    left_behind.parent.mkdir()
+    left_behind.touch()
+    program = "from baselines.deepspeed_setup import sole_builder\nwith sole_builder(): print('mine', flush=True)"
+    with sole_builder():
+        assert not left_behind.exists()
+        other = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(timeout=8)
+    assert other.communicate(timeout=60)[0] == "mine\n"
