@@ -1,7 +1,9 @@
 """One thread for torch and the engine's kernels, before every test: the models are tiny and the machine may have two cores."""
 
+import functools
 from collections.abc import Iterator
 
+import cpuinfo
 import pytest
 import torch
 from torch.nn import functional as F
@@ -9,6 +11,8 @@ from torch.nn import functional as F
 from tests.models import make_model
 
 torch.set_num_threads(1)
+# DeepSpeed asks at each optimizer it makes, and each answer takes a process and a second.
+cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 
 
 @pytest.fixture(autouse=True)

@@ -44,11 +44,18 @@ def sweep(output: Path, *overrides: str, **env: str) -> CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT | env, capture_output=True, text=True, timeout=280, check=False)
 
 
+def _interruptible() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextmanager
 def first_step_of(output: Path, *overrides: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A sweep whose first cell has done its first step, and that cell's process."""
     command = command_of(output, *overrides)
-    with subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=PIPE, stderr=PIPE, text=True) as parent:
+    # Under nohup or in a script's background, SIGINT is ignored, and what we start would inherit that.
+    with subprocess.Popen(
+        command, cwd=ROOT, env=ENVIRONMENT, stdout=PIPE, stderr=PIPE, text=True, preexec_fn=_interruptible
+    ) as parent:
         assert parent.stdout is not None
         for line in parent.stdout:
             if "step 1/" in line:
@@ -233,6 +240,8 @@ def test_interrupting_leaves_no_row_and_no_cell(tmp_path: Path) -> None:
     assert parent.returncode == 130
     assert errors.startswith("interrupted: ")
     assert len(errors.strip().splitlines()) == 1
-    time.sleep(0.2)
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert not Path(f"/proc/{child}").exists()
     assert not (tmp_path / "rows.jsonl").exists()

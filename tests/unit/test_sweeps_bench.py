@@ -189,9 +189,18 @@ def test_a_hanging_cell_and_its_children_are_killed(tmp_path: Path, monkeypatch:
     body = "import subprocess\nchild = subprocess.Popen(['sleep', '600'])\nopen('%s', 'w').write(str(child.pid))\ntime.sleep(600)"
     outcome = isolated(tmp_path, monkeypatch, body % (tmp_path / "pid"), timeout_s=3.0)
     assert outcome.status == "timeout"
-    time.sleep(0.2)
     status = Path(f"/proc/{(tmp_path / 'pid').read_text()}/status")
-    assert not status.exists() or "Z (zombie)" in status.read_text()
+    deadline = time.monotonic() + 10
+    while (left := _read_or_empty(status)) and "Z (zombie)" not in left and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left or "Z (zombie)" in left
+
+
+def _read_or_empty(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # the process is gone
+        return ""
 
 
 def test_verdicts() -> None:
