@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import dataclasses
 import json
 import os
 import signal
@@ -60,6 +61,7 @@ def work(cell: Cell, emit: Emitter) -> None:
 
     from baselines.model import count_params, initial_weights
     from baselines.system import build
+    from engine import MegaTrain
     from sweeps import bench, data
 
     spec = cell.spec()
@@ -77,8 +79,9 @@ def work(cell: Cell, emit: Emitter) -> None:
     if refusal:
         emit("failed", status="wont_fit", reason=refusal)
         return
-    if cell.machine.device == "cuda" and cell.dtype == "bfloat16" and hasattr(system, "predict"):  # rates are those of bf16
-        emit("predicted", step_s=system.predict().step_s)
+    if cell.machine.device == "cuda" and cell.dtype == "bfloat16" and isinstance(system, MegaTrain):  # rates are those of bf16
+        rates, placement = dataclasses.asdict(system.rates), system.placement
+        emit("predicted", prediction={"step_s": system.predict().step_s, "rates": rates, "placement": placement})
     emit("phase", name="setup")
     try:
         system.setup(initial_weights(spec.model, cell.seed, spec.dtype, spec.device))

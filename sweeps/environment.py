@@ -47,15 +47,15 @@ def cpu_model() -> str:
 
 
 def gpu() -> dict[str, Any]:
-    """Name and bytes of the first visible GPU and the number of GPUs; None and 0 without one."""
+    """Name and bytes of the first visible GPU and the number of visible ones; None and 0 without one."""
     try:
         nvml, handle = nvml_device()
     except RuntimeError:
         return {"gpu": None, "num_gpus": 0, "device_bytes": None}
-    name = nvml.nvmlDeviceGetName(handle)
+    name, visible = nvml.nvmlDeviceGetName(handle), os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return {
         "gpu": name.decode() if isinstance(name, bytes) else str(name),
-        "num_gpus": int(nvml.nvmlDeviceGetCount()),
+        "num_gpus": len(visible.split(",")) if visible else int(nvml.nvmlDeviceGetCount()),
         "device_bytes": int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
     }
 

@@ -71,7 +71,8 @@ class Row:
     host_bytes: dict[str, int] = field(default_factory=dict)
     """peak_host_bytes by kind: pss_anon_bytes, pss_file_bytes, pss_shmem_bytes."""
     plan: dict[str, Any] = field(default_factory=dict)
-    """{"device": {kind: bytes}, "host": {kind: bytes}} as predicted before the run, and step_s where a system predicts it."""
+    """{"device": {kind: bytes}, "host": {kind: bytes}} as predicted before the run; where a system predicts its step,
+    also step_s and what it follows from: rates (a second) and placement (numbers of blocks and layers)."""
     counters: dict[str, float] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
     """gpu, num_gpus, device_bytes, cpu, num_cores, host_bytes, matrix_peak_tflops."""

@@ -13,13 +13,15 @@ import pytest
 import torch
 
 from engine import Batch, NonFiniteLossError
-from sweeps import bench, mirror
+from sweeps import auto, bench, mirror
 from sweeps.clock import Stopwatch
 from sweeps.config import Measure
 from sweeps.isolate import Outcome, run_isolated, verdict
 from sweeps.memory import NoDevice, Sampler, host_bytes
 from sweeps.result import Row, compared, read_rows
+from sweeps.run import planned_cells
 from sweeps.sinks import JsonlSink
+from sweeps.study import row_of
 
 ROW = {"experiment": "e", "system": "s", "model": "m", "batch_size": 2, "seq_len": 8, "num_micro_batches": 1, "status": "ok"}
 
@@ -208,3 +210,13 @@ def test_verdicts() -> None:
     assert verdict(MemoryError())[0] == "oom_host"
     assert verdict(NonFiniteLossError("nan"))[0] == "nonfinite"
     assert verdict(KeyError("a\nb")) == ("error", "KeyError: 'a\\nb'")
+
+
+def test_a_row_keeps_the_prediction_beside_the_planned_bytes():
+    auto.register()
+    (cell,) = planned_cells(["model=tiny", "system=megatrain"])
+    prediction = {"step_s": 2.0, "rates": {"adamw_params": 7e9}, "placement": {"kept_layers": 3}}
+    plan = {"event": "plan", "plan": {"device": {"weights": 1}, "host": {}}}
+    for said, expected in (([plan], {}), ([plan, {"event": "predicted", "prediction": prediction}], prediction)):
+        row = row_of(cell, Outcome(events=said), started_at="", machine={})
+        assert row.plan == {"device": {"weights": 1}, "host": {}, **expected}
