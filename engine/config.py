@@ -28,6 +28,9 @@ class EngineConfig:
     """Layers, spread over those not kept, whose activations wait in pinned host memory; -1: `placement` chooses."""
     optimizer_overlap: bool = True
     """Update layers beside the next forward (without clipping, beside the backward too); false: between steps, serially."""
+    late_moments: bool = True
+    """Update the weights alone before the next forward and the moments beside it and its backward: the same bits. Only where
+    updates overlap, gradients are clipped and every layer has its own slab; elsewhere one pass does both."""
     compile: bool = False
     """Compile each layer configuration, and the loss, once with torch.compile."""
     loss_chunk: int = 4096
@@ -48,7 +51,7 @@ class EngineConfig:
             value, least = getattr(self, name), int(name in at_least_one) - int(name in or_auto)
             if type(value) is not int or value < least:
                 raise ValueError(f"system.{name}: got {value!r}, allowed an integer >= {least}; set system.{name}={max(least, 1)}")
-        for name in ("optimizer_overlap", "compile", "poison"):
+        for name in ("optimizer_overlap", "late_moments", "compile", "poison"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"system.{name}: got {getattr(self, name)!r}, allowed true or false; choose one of these")
         if self.offload_activations and self.checkpoint_interval > 1:

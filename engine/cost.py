@@ -31,6 +31,8 @@ FINISH_BYTES = 6
 """Bytes a parameter to leave a gradient in its slab and take its norm: bf16 read and write, read."""
 UPDATE_BYTES = 28
 """Bytes a parameter of AdamW with the split master: 26 read and written, and the gradient's read."""
+WEIGHTS_BYTES = 18
+"""The same of its first pass alone, which writes no moments."""
 KEEP_SPEED = 3
 """Copying a gradient out of a shared slab on the CPU, in parameters a second over AdamW's: 28 bytes against 4, at torch's speed."""
 PROBE_NUMEL = 1 << 26
@@ -45,7 +47,11 @@ class Rates:
     matmul_flops: float
     """Floating-point operations of a large bf16 matrix product on the device."""
     adamw_params: float
-    """Parameters that the CPU's AdamW updates."""
+    """Parameters that the CPU's AdamW updates, in one pass."""
+    weights_params: float
+    """Parameters of the first of two passes: master and weight."""
+    moments_params: float
+    """Parameters of the second: the moments."""
     h2d_bytes: float
     """Bytes from pinned host memory to the device."""
     d2h_bytes: float
@@ -78,9 +84,15 @@ def _probe(device: torch.device, num_threads: int) -> Rates:
     extra, moments = torch.zeros(PROBE_NUMEL, dtype=torch.int16), [torch.zeros(PROBE_NUMEL) for _ in range(2)]
     state = BlockState(weight=weight, extra=extra, exp_avg=moments[0], exp_avg_sq=moments[1])
     optimizer = AdamW(Recipe(), num_threads=num_threads)
+
+    def updated(update: Callable[..., None]) -> float:
+        return PROBE_NUMEL / _fastest(lambda: update(state, gradient, step=0, scale=1.0))
+
     return Rates(
         matmul_flops=2 * PROBE_SIZE**3 / synchronized(lambda: torch.matmul(a, a)),
-        adamw_params=PROBE_NUMEL / _fastest(lambda: optimizer.step(state, gradient, step=0, scale=1.0)),
+        adamw_params=updated(optimizer.step),
+        weights_params=updated(optimizer.step_weights),
+        moments_params=updated(optimizer.step_moments),
         h2d_bytes=PROBE_BYTES / synchronized(lambda: here.copy_(host, non_blocking=True)),
         d2h_bytes=PROBE_BYTES / synchronized(lambda: host.copy_(here, non_blocking=True)),
         device_bytes=2 * PROBE_BYTES / synchronized(lambda: there.copy_(here)),
@@ -135,7 +147,10 @@ class Cost:
         if op.kind == "step":
             if op.phase == "device_step":
                 return self._moved(UPDATE_BYTES * numel)
-            return numel / self.rates.adamw_params * self._contention
+            rate = self.rates.weights_params if self.pipeline.two_passes else self.rates.adamw_params
+            return numel / rate * self._contention
+        if op.kind == "moments":
+            return numel / self.rates.moments_params
         return 0.0
 
     @cached_property
@@ -149,7 +164,8 @@ class Cost:
         if not p.overlap or not hosted:
             return 1.0
         evicted = sum(map(p.is_offloaded, range(p.num_blocks))) * self.activation_bytes
-        return 1 + (hosted * self.itemsize + evicted) / (hosted * UPDATE_BYTES)
+        update_bytes = WEIGHTS_BYTES if p.two_passes else UPDATE_BYTES
+        return 1 + (hosted * self.itemsize + evicted) / (hosted * update_bytes)
 
     def _compute(self, phase: str, num_params: int) -> float:
         forward = self._products(2 * num_params + self._attention_flops)

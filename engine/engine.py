@@ -70,6 +70,7 @@ class MegaTrain:
             offloaded_layers=self.config.offload_activations,
             clip=recipe.clip_norm > 0,
             overlap=self.config.optimizer_overlap,
+            late_moments=self.config.late_moments,
             poison=self.config.poison,
         )
         self._check_placement(asked)
@@ -120,6 +121,12 @@ class MegaTrain:
     def rates(self) -> Rates:
         """What the machine does in a second, as given or probed."""
         return self._planner.rates
+
+    @property
+    def placement(self) -> dict[str, int]:
+        """Where things live, as asked for or chosen: numbers of blocks on the device, of layers kept and offloaded."""
+        p = self.pipeline
+        return {"device_blocks": p.device_blocks, "kept_layers": p.kept_layers, "offloaded_layers": p.offloaded_layers}
 
     def plan(self) -> Plan:
         """Closed-form bytes by kind; allocates nothing."""
@@ -193,14 +200,16 @@ class MegaTrain:
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint directory; it appears whole or not at all."""
-        store, _, lanes = self._ready()
+        store, executor, lanes = self._ready()
         lanes.drain()
+        executor.finish_moments()
         checkpoint.save(store, directory, self._next_step)
 
     def resume(self, directory: Path) -> None:
         """Continue, after setup, from a checkpoint that `save` wrote."""
-        store, _, lanes = self._ready()
+        store, executor, lanes = self._ready()
         lanes.drain()
+        executor.finish_moments()
         self._next_step = checkpoint.resume(store, directory)
 
     def close(self) -> None:

@@ -81,6 +81,7 @@ class Executor:
         self.decoder.bind(device, self.memory.outer_weights)
         self._outer_parameters = decoder.outer_parameters()
         self._num_embed = len(store.spec.layouts[0].fields)
+        self._late: dict[int, tuple[int, float]] = {}
 
     def run(self, batch: Batch, step: int) -> torch.Tensor:
         """Enqueue one step; the loss, fp32, 0-dim, on the device's current stream."""
@@ -289,6 +290,25 @@ class Executor:
     def _step(self, op: Op, s: _Step) -> None:
         state = self.store.states[op.block]
         gradient = self.store.kept[op.block] if op.host_slab < 0 else self.store.slabs[op.host_slab][: state.weight.numel()]
-        started = time.perf_counter()
-        self.optimizer.step(state, gradient, step=s.index, scale=float(self.memory.verdict[2]))
+        started, scale = time.perf_counter(), float(self.memory.verdict[2])
+        if self.pipeline.two_passes:
+            self.optimizer.step_weights(state, gradient, step=s.index, scale=scale)
+            self._late[op.block] = (s.index, scale)
+        else:
+            self.optimizer.step(state, gradient, step=s.index, scale=scale)
         self.counters["optimizer_s"] += time.perf_counter() - started
+
+    def _moments(self, op: Op, _: _Step) -> None:
+        self._update_moments(op.block)
+
+    def _update_moments(self, block: int) -> None:
+        if block not in self._late:  # the first step, or one after a checkpoint
+            return
+        started, (step, scale) = time.perf_counter(), self._late.pop(block)
+        self.optimizer.step_moments(self.store.states[block], self.store.slabs[block], step=step, scale=scale)
+        self.counters["optimizer_s"] += time.perf_counter() - started
+
+    def finish_moments(self) -> None:
+        """Update the moments that wait for the next step; every lane must be idle."""
+        for block in list(self._late):
+            self._update_moments(block)

@@ -1,8 +1,9 @@
-"""AdamW in one pass over a block in host memory, and the exact global-norm clipping scale.
+"""AdamW over a block in host memory, in one pass or with the moments later, and the exact global-norm clipping scale.
 
 Formula: decoupled weight decay, Loshchilov & Hutter, arXiv 1711.05101, algorithm 2, with bias correction as
 in torch.optim.AdamW. Invariant: the native kernel (csrc/adamw.cpp) and the torch fallback give the same
-bits, and the split master gives the same bits as an fp32 master. A ctypes call releases the GIL.
+bits, the split master gives the same bits as an fp32 master, and `step` the same as `step_weights` followed by
+`step_moments`. A ctypes call releases the GIL.
 """
 
 from __future__ import annotations
@@ -91,17 +92,28 @@ class AdamW:
 
     def step(self, state: BlockState, gradient: torch.Tensor, *, step: int, scale: float) -> None:
         """Update `state` in place. gradient: 1-D, bf16 or fp32 as the weight; step counts from 0; scale multiplies it."""
-        hyper = self._hyper(step, scale)
+        self._run(f"adamw_{_master_of(state)}", state, gradient, self._hyper(step, scale), weights=True, moments=True)
+
+    def step_weights(self, state: BlockState, gradient: torch.Tensor, *, step: int, scale: float) -> None:
+        """The part of `step` that the next forward needs: master and weight. The moments stay as they are for `step_moments`."""
+        self._run(f"adamw_{_master_of(state)}_weights", state, gradient, self._hyper(step, scale), weights=True, moments=False)
+
+    def step_moments(self, state: BlockState, gradient: torch.Tensor, *, step: int, scale: float) -> None:
+        """The rest of `step`, with the same arguments; at any time before the block's next update."""
+        name = "adamw_moments_bf16" if gradient.dtype == torch.bfloat16 else "adamw_moments_fp32"
+        self._run(name, state, gradient, self._hyper(step, scale), weights=False, moments=True)
+
+    def _run(self, name: str, state: BlockState, gradient: torch.Tensor, hyper: _Hyper, *, weights: bool, moments: bool) -> None:
         assert gradient.numel() == state.weight.numel()
         assert gradient.dtype == state.weight.dtype
         if self._native is None:
-            _torch_step(state, gradient, hyper)
+            _torch_step(state, gradient, hyper, weights=weights, moments=moments)
             return
-        tensors = [state.weight, *([state.extra] if state.extra is not None else []), state.exp_avg, state.exp_avg_sq, gradient]
+        master = [state.weight, state.extra] if weights else []
+        tensors = [t for t in (*master, state.exp_avg, state.exp_avg_sq, gradient) if t is not None]
         pointers = [ctypes.c_void_p(t.data_ptr()) for t in tensors]
-        kernel(self._native, state)(
-            ctypes.c_int64(gradient.numel()), *pointers, ctypes.byref(hyper), ctypes.c_int(self.num_threads)
-        )
+        kernel = getattr(self._native, name)
+        kernel(ctypes.c_int64(gradient.numel()), *pointers, ctypes.byref(hyper), ctypes.c_int(self.num_threads))
 
     def device_step(self, state: BlockState, gradient: torch.Tensor, *, hyper: torch.Tensor, scale: torch.Tensor) -> None:
         """The same update where `state` lives on a device, without a host synchronisation.
@@ -130,27 +142,29 @@ class AdamW:
         )
 
 
-def kernel(library: ctypes.CDLL, state: BlockState) -> Callable[..., None]:
-    """The entry point for the kind of master that `state` holds."""
+def _master_of(state: BlockState) -> str:
+    """Which of the kernels suits the kind of master that `state` holds."""
     if state.extra is None:
-        return library.adamw_plain
-    return library.adamw_split if state.extra.dtype == torch.int16 else library.adamw_master
+        return "plain"
+    return "split" if state.extra.dtype == torch.int16 else "master"
 
 
-def _torch_step(state: BlockState, gradient: torch.Tensor, h: _Hyper) -> None:
+def _torch_step(state: BlockState, gradient: torch.Tensor, h: _Hyper, *, weights: bool, moments: bool) -> None:
     for start in range(0, gradient.numel(), FALLBACK_CHUNK):
         part = slice(start, start + FALLBACK_CHUNK)
-        extra = None if state.extra is None else state.extra[part]
         g = gradient[part].float() * h.scale
-        p = read_master(state.weight[part], extra)
         m, v = state.exp_avg[part], state.exp_avg_sq[part]
-        p = p * h.decay
-        m.copy_(m + (g - m) * h.beta1_rest)
-        v.copy_(v * h.beta2 + (g * g) * h.beta2_rest)
-        # Through float64, which rounds to the IEEE fp32 root: torch's own fp32 root may be one ulp off.
-        root = v.double().sqrt().float()
-        p = p - h.step_size * (m / (root * h.root_bias2 + h.eps))
-        write_master(p, state.weight[part], extra)
+        m1 = m + (g - m) * h.beta1_rest
+        v1 = v * h.beta2 + (g * g) * h.beta2_rest
+        if weights:
+            extra = None if state.extra is None else state.extra[part]
+            p = read_master(state.weight[part], extra) * h.decay
+            # Through float64, which rounds to the IEEE fp32 root: torch's own fp32 root may be one ulp off.
+            root = v1.double().sqrt().float()
+            write_master(p - h.step_size * (m1 / (root * h.root_bias2 + h.eps)), state.weight[part], extra)
+        if moments:
+            m.copy_(m1)
+            v.copy_(v1)
 
 
 def _device_update(

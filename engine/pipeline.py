@@ -41,6 +41,8 @@ class Pipeline:
     """Exact global-norm clipping: no update before the whole backward is done."""
     overlap: bool = True
     """Updates run beside the next forward and, without clipping, the backward; false: between one step and the next."""
+    late_moments: bool = False
+    """Ask for AdamW in two passes: weights before the next forward, moments before the slab takes its next gradient."""
     poison: bool = False
     """Fill freed slots with NaN (debugging)."""
 
@@ -63,6 +65,11 @@ class Pipeline:
     def deferred(self) -> bool:
         """True where no update starts before the whole backward is done."""
         return self.clip or not self.overlap
+
+    @property
+    def two_passes(self) -> bool:
+        """True where the moments are updated later: where updates wait for clipping and gradients can stay in their slabs."""
+        return self.late_moments and self.clip and self.overlap and not self.pooled
 
     def on_device(self, block: int) -> bool:
         """True where the block's weights and optimizer state live on the device."""

@@ -1,4 +1,4 @@
-"""One optimizer step as an ordered list of operations: load, compute, store, evict, stage, fetch, keep, clip, check, step.
+"""One optimizer step as an ordered list of operations: load, compute, store, evict, stage, fetch, keep, clip, check, step, moments.
 
 Pure Python: (layers, depth, streams, checkpoint interval, slabs, placement, clipping) -> operations on lanes, with the
 waits between lanes. Invariant: waits are derived from what each operation reads and writes, none is missing
@@ -24,7 +24,7 @@ class Op:
     """One operation on one lane."""
 
     kind: str
-    """load, compute, store, keep, clip, check, free or step; for activations evict, drop, stage or fetch."""
+    """load, compute, store, keep, clip, check, free, step or moments; for activations evict, drop, stage or fetch."""
     block: int
     lane: str
     phase: str = ""
@@ -88,6 +88,7 @@ def _operations(p: Pipeline) -> Iterator[Op]:
     issued, drops = 0, p.drops()
     waiting = [block for phase, block in visits if phase == "backward_offloaded"]
     assert not waiting or p.checkpoint_interval == 1, "offloaded activations need a checkpoint interval of 1"
+    yield from _late_moments(p)
     for n, (phase, block) in enumerate(visits):
         for dropped in [layer for layer, due in drops.items() if due == n]:
             yield Op(kind="drop", block=dropped, lane=lanes[COMPUTE], writes=frozenset({f"activations {dropped}"}))
@@ -199,6 +200,13 @@ def _finish(p: Pipeline, slabs: _Slabs, lanes: dict[str, str]) -> Iterator[Op]:
         yield slabs.step(block, lanes)
 
 
+def _late_moments(p: Pipeline) -> Iterator[Op]:
+    """The last step's moments, in the order in which the backward needs the slabs."""
+    for block in reversed(range(p.device_blocks, p.num_blocks)) if p.two_passes else ():
+        gradients, moments = frozenset({f"host slab {block}"}), frozenset({f"host moments {block}"})
+        yield Op(kind="moments", block=block, host_slab=block, lane=CPU, reads=gradients, writes=moments)
+
+
 def _check() -> Op:
     """The CPU lane looks at the loss (and norm): after a bad one it does nothing more."""
     return Op(kind="check", block=-1, lane=CPU, reads=frozenset({"verdict"}))
@@ -260,13 +268,14 @@ class _Slabs:
             )
         kept = self.p.deferred and self._shared(block)
         slab = self.held[block]
+        moments = frozenset({f"host moments {block}"})
         return Op(
             kind="step",
             block=block,
             host_slab=-1 if kept else slab,
             lane=lanes[CPU],
-            reads=frozenset({f"host gradients {block}" if kept else f"host slab {slab}", "verdict"}),
-            writes=frozenset({f"host weights {block}"} | _after_updates(self.p)),
+            reads=frozenset({f"host gradients {block}" if kept else f"host slab {slab}", "verdict"}) | moments,
+            writes=frozenset({f"host weights {block}"} | _after_updates(self.p)) | (frozenset() if self.p.two_passes else moments),
         )
 
     def _shared(self, block: int) -> bool:

@@ -24,6 +24,8 @@ from sweeps.host_memory import ROUNDS, Kernel, Speed, in_turns, streams
 
 BYTES_PER_PARAM = {
     "engine, split master": 2 * (2 + 2 + 4 + 4) + 2,  # weight, remainder, moments; gradient read
+    "engine, split master, weights": 2 * (2 + 2) + 4 + 4 + 2,  # the first of two passes reads the moments
+    "engine, split master, moments": 2 * (4 + 4) + 2,  # the second
     "engine, fp32 master": 2 * (4 + 4 + 4) + 2 + 2,  # master, moments; weight written, gradient read
     "engine, fp32 weight": 2 * (4 + 4 + 4) + 4,  # weight, moments; gradient read
     "torch fused, fp32 weight": 2 * (4 + 4 + 4) + 4,
@@ -31,7 +33,7 @@ BYTES_PER_PARAM = {
     "DeepSpeed, bf16 weight alone": 2 * (2 + 4 + 4) + 2,  # no fp32 master: small updates are lost
 }
 """Row -> bytes that a step reads and writes for a parameter: twice what is updated, once what is only read or written."""
-HELD_BYTES = 12 + 14 + 16 + 16 + 16 + 16 + 12
+HELD_BYTES = 12 + 14 + 14 + 10 + 16 + 16 + 16 + 16 + 12
 """Of a parameter in all arrays together: three of the streams', then the rows in order."""
 
 
@@ -39,26 +41,34 @@ def _filled(num_params: int, dtype: torch.dtype, value: float) -> torch.Tensor:
     return torch.empty(num_params, dtype=dtype).fill_(value)  # a parallel first touch; nothing ever becomes denormal
 
 
-def engine_kernel(name: str, num_params: int, num_threads: int, weight: torch.dtype, extra: torch.dtype | None) -> Kernel:
-    """The engine's native AdamW. Raises Unsupported without it: the torch fallback is not what is measured here."""
+def _untouched(num_params: int, dtype: torch.dtype, _: float) -> torch.Tensor:
+    return torch.empty(num_params, dtype=dtype)  # takes no memory
+
+
+def engine_kernel(
+    name: str, num_params: int, num_threads: int, weight: torch.dtype, extra: torch.dtype | None, update: str = "step"
+) -> Kernel:
+    """The engine's native AdamW, the method `update` of it. Raises Unsupported without it: the fallback is not what is measured."""
     if native() is None:
         raise Unsupported("no C++ compiler (g++), so the engine would run its slower torch fallback")
+    make = _untouched if update == "step_moments" else _filled
     state = BlockState(
-        weight=_filled(num_params, weight, 0.02),
-        extra=None if extra is None else _filled(num_params, extra, 0.02),  # as int16 that is 0
+        weight=make(num_params, weight, 0.02),
+        extra=None if extra is None else make(num_params, extra, 0.02),  # as int16 that is 0
         exp_avg=_filled(num_params, torch.float32, 0.0),
         exp_avg_sq=_filled(num_params, torch.float32, 0.0),
     )
     gradient, optimizer = _filled(num_params, weight, 1e-3), AdamW(Recipe(), num_threads=num_threads)
-    updated, passed = [state.weight, state.exp_avg, state.exp_avg_sq], [gradient]
-    if state.extra is not None:
-        updated.append(state.extra)
+    moments = [state.exp_avg, state.exp_avg_sq]
+    weights = [tensor for tensor in (state.weight, state.extra) if tensor is not None]
+    updated = {"step": weights + moments, "step_weights": weights, "step_moments": moments}[update]
+    passed = [gradient, *(moments if update == "step_weights" else [])]
     if extra == torch.float32:  # the master holds everything: the weight is only written
         passed.append(updated.pop(0))
     return Kernel(
         name=name,
         bytes_per_element=BYTES_PER_PARAM[name],
-        run=lambda: optimizer.step(state, gradient, step=9, scale=1.0),
+        run=lambda: getattr(optimizer, update)(state, gradient, step=9, scale=1.0),
         updated=updated,
         passed=passed,
     )
@@ -106,6 +116,8 @@ def contestants(num_params: int, num_threads: int) -> list[Kernel | Speed]:
 
     makers: list[Callable[[str], Kernel]] = [
         lambda name: engine_kernel(name, num_params, num_threads, bf16, int16),
+        lambda name: engine_kernel(name, num_params, num_threads, bf16, int16, "step_weights"),
+        lambda name: engine_kernel(name, num_params, num_threads, bf16, int16, "step_moments"),
         lambda name: engine_kernel(name, num_params, num_threads, bf16, fp32),
         lambda name: engine_kernel(name, num_params, num_threads, fp32, None),
         lambda name: torch_kernel(name, num_params, fp32, fused),

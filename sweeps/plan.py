@@ -156,6 +156,8 @@ def rate_card(rates: Rates) -> str:
     scaled: dict[str, tuple[Callable[[float], float], str]] = {
         "matmul_flops": (lambda v: v / 1e12, "TFLOPS bf16 product"),
         "adamw_params": (lambda v: v / 1e9, "G params/s AdamW"),
+        "weights_params": (lambda v: v / 1e9, "its weights"),
+        "moments_params": (lambda v: v / 1e9, "its moments"),
         "h2d_bytes": (lambda v: v / 1e9, "GB/s in"),
         "d2h_bytes": (lambda v: v / 1e9, "GB/s out"),
         "device_bytes": (lambda v: v / 1e9, "GB/s device memory"),

@@ -41,6 +41,7 @@ def test_any_depth_streams_interval_and_slabs_give_identical_bits(models, dtype,
             checkpoint_interval=interval,
             gradient_slabs=slabs,
             optimizer_overlap=bool(slabs) is (depth == 2),
+            late_moments=streams > 1,
             poison=True,
         )
         found = train(engine, micro_batches=micro_batches)

@@ -39,17 +39,19 @@ def test_a_non_finite_loss_takes_no_step(models, seed, on_device, clip_norm):
         assert not current.exp_avg.any()
 
 
-@pytest.mark.parametrize("master", ["split", "fp32"])
-def test_save_and_resume_continue_bit_identically(models, tmp_path, master):
-    arguments = {"recipe": Recipe(lr=1e-2, schedule="linear", warmup_steps=2, total_steps=9), "master": master}
+@pytest.mark.parametrize(("master", "late_moments"), [("split", True), ("fp32", True), ("split", False)])
+def test_save_and_resume_continue_bit_identically(models, tmp_path, master, late_moments):
+    recipe = Recipe(lr=1e-2, schedule="linear", warmup_steps=2, total_steps=9)
+    arguments = {"recipe": recipe, "master": master, "late_moments": late_moments}
     whole = train(make_engine(models[torch.bfloat16], **arguments), 6)
     first = make_engine(models[torch.bfloat16], **arguments)
     train(first, 3)
     first.save(tmp_path / "step-3")
-    second = make_engine(models[torch.bfloat16], **arguments)
-    second.resume(tmp_path / "step-3")
-    losses, parameters = train(second, 3, first=3)
-    assert_same((losses, parameters), (whole[0][3:], whole[1]))
+    for resumed in (make_engine(models[torch.bfloat16], **arguments), first):  # a new engine, and one that went on
+        train(first, 1, first=3)
+        resumed.resume(tmp_path / "step-3")
+        losses, parameters = train(resumed, 3, first=3)
+        assert_same((losses, parameters), (whole[0][3:], whole[1]))
 
 
 def test_save_is_whole_or_not_at_all(models, tmp_path, monkeypatch):

@@ -28,13 +28,24 @@ def make_state(master: str, start: torch.Tensor) -> BlockState:
     return state
 
 
-def run(master: str, use_native: bool, num_steps: int, numel: int = 10_007, threads: int = 2) -> list[torch.Tensor]:
+def run(
+    master: str, use_native: bool, num_steps: int, numel: int = 10_007, threads: int = 2, two_passes: bool = False
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     state = make_state(master, torch.randn(numel, generator=generator) * 0.02)
     optimizer = AdamW(RECIPE, num_threads=threads, use_native=use_native)
     for step in range(num_steps):
         gradient = torch.randn(numel, generator=generator).mul_(10.0 ** (step % 5 - 3)).to(state.weight.dtype)
-        optimizer.step(state, gradient, step=step, scale=0.37)
+        if two_passes:
+            moments = state.exp_avg.clone(), state.exp_avg_sq.clone()
+            optimizer.step_weights(state, gradient, step=step, scale=0.37)
+            assert torch.equal(state.exp_avg, moments[0])
+            assert torch.equal(state.exp_avg_sq, moments[1])
+            weight = state.weight.clone()
+            optimizer.step_moments(state, gradient, step=step, scale=0.37)
+            assert torch.equal(state.weight, weight)
+        else:
+            optimizer.step(state, gradient, step=step, scale=0.37)
     return [read_master(state.weight, state.extra), state.exp_avg, state.exp_avg_sq, state.weight]
 
 
@@ -48,6 +59,14 @@ def test_fallback_and_native_kernel_give_the_same_bits(master, threads, numel):
     """Whole blocks and a rest, one run of blocks a thread and several, fewer elements than threads have blocks."""
     for fast, slow in zip(run(master, True, 20, numel, threads), run(master, False, 20, numel), strict=True):
         assert torch.equal(fast, slow)
+
+
+@pytest.mark.parametrize("use_native", [True, False])
+@pytest.mark.parametrize("master", ["plain", "split", "fp32"])
+def test_two_passes_give_the_bits_of_one(master, use_native):
+    both = run(master, use_native, 20, two_passes=True), run(master, use_native, 20)
+    for two, one in zip(*both, strict=True):
+        assert torch.equal(two, one)
 
 
 def test_split_master_is_bit_identical_to_fp32_master_over_200_steps():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.cost import LAYER_EFFICIENCY, UPDATE_BYTES, Cost, Rates
+from engine.cost import LAYER_EFFICIENCY, UPDATE_BYTES, WEIGHTS_BYTES, Cost, Rates
 from engine.layout import Layout, pack
 from engine.pipeline import Pipeline
 from engine.placement import AUTO, EQUAL, choose
@@ -18,11 +18,13 @@ WIDTHS = Widths(hidden=1, inner=1, queries=0, keys=0, vocab=1, heads=1)
 RATES = Rates(
     matmul_flops=2 * NUMEL * TOKENS / 0.01 / LAYER_EFFICIENCY[False],
     adamw_params=NUMEL / 0.02,
+    weights_params=NUMEL / 0.012,
+    moments_params=NUMEL / 0.02,
     h2d_bytes=1e15,
     d2h_bytes=1e15,
     device_bytes=1e15,
 )
-"""10 ms a layer's forward, 20 ms a block's update; transfers and the rest take next to nothing."""
+"""10 ms a layer's forward, 20 ms a block's update (12 and 20 in two passes); transfers and the rest take next to nothing."""
 PIPELINE = Pipeline(num_layers=8)
 SHARED = 1 + 2 / UPDATE_BYTES
 """An update beside the loads of the forward takes that much longer: two bytes a parameter over its own."""
@@ -54,6 +56,14 @@ def bytes_of(pipeline: Pipeline) -> int:
 def test_everything_on_the_host_waits_for_updates_and_recomputes():
     # 80 ms forward; the head's update ends after 10 x 20 ms, and its forward waits for it; then 8 x (10 + 20) ms backward.
     assert step_s(PIPELINE) == pytest.approx(0.200 * SHARED + 0.240, rel=1e-3)
+
+
+def test_late_moments_leave_the_weights_alone_to_wait_for():
+    # 10 x 12 ms, then 8 x (10 + 20) ms backward, with 10 x 20 ms of moments beside them.
+    weights = 0.120 * (1 + 2 / WEIGHTS_BYTES)
+    assert step_s(replace(PIPELINE, late_moments=True)) == pytest.approx(weights + 0.240, rel=1e-3)
+    slow = replace(RATES, moments_params=NUMEL / 0.05)  # 10 x 50 ms: the backward waits for its slabs instead
+    assert step_s(replace(PIPELINE, late_moments=True), slow) == pytest.approx(weights + 10 * 0.050, rel=1e-3)
 
 
 def test_everything_on_the_device_is_forward_and_backward_alone():

@@ -56,7 +56,8 @@ def pipelines(num_layers: int, depth: int, streams: int, interval: int) -> list[
     unclipped = [replace(pipeline, clip=False) for pipeline in (base, placed)]
     serial = [replace(pipeline, overlap=False) for pipeline in (base, pooled, placed)]
     offloaded = [replace(placed, offloaded_layers=n) for n in {1, (num_layers + 1) // 2, num_layers} if interval == 1]
-    return [base, replace(base, gradient_slabs=2), pooled, placed, everything, *unclipped, *serial, *offloaded]
+    late = [replace(pipeline, late_moments=True) for pipeline in (base, placed, *offloaded[:1])]
+    return [base, replace(base, gradient_slabs=2), pooled, placed, everything, *unclipped, *serial, *offloaded, *late]
 
 
 def test_every_combination_is_free_of_races():
@@ -101,6 +102,23 @@ def test_each_layer_is_loaded_once_each_way_and_stored_once_with_interval_one():
     stores = [op.block for op in ops if op.kind == "store"]
     assert loads == [0, 1, 2, 3, 4, 5, 6, 7, 6, 5, 4, 3, 2, 1]
     assert stores == [7, 6, 5, 4, 3, 2, 1, 0]
+
+
+def test_moments_are_updated_last_block_first_before_their_slabs_are_written_again():
+    ops = build(Pipeline(num_layers=4, device_blocks=2, late_moments=True))
+    assert [op.block for op in ops if op.kind == "moments"] == [5, 4, 3, 2]
+    unrolled = unroll(ops)
+    before = ancestors(unrolled)
+    stores = [i for i, (op, _) in enumerate(unrolled) if op.kind == "store"]
+    for store in stores:
+        own = [i for i, (op, _) in enumerate(unrolled[:store]) if op.kind == "moments" and op.block == unrolled[store][0].block]
+        assert before[store] >> own[-1] & 1
+
+
+@pytest.mark.parametrize("reason", [{"clip": False}, {"overlap": False}, {"gradient_slabs": 2}], ids=str)
+def test_one_pass_updates_all_where_gradients_cannot_wait(reason):
+    pipeline = Pipeline(num_layers=4, **reason)
+    assert build(replace(pipeline, late_moments=True)) == build(pipeline)
 
 
 def test_without_clipping_updates_start_in_the_backward():
