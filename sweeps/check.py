@@ -27,15 +27,20 @@ from sweeps.cell import Emitter, fits, plan_event
 from sweeps.config import Cell, cell_from
 from sweeps.isolate import Outcome, guarded, run_isolated
 from sweeps.memory import NoDevice
+from sweeps.result import configuration
 
 TIMEOUT_S = 120.0
 
 
 def refuse(cells: Sequence[Cell]) -> dict[str, Outcome]:
     """What becomes of those of `cells` that have no room, by hash. ValueError, one line, for the first that its system refuses."""
+    alike: dict[str, list[Cell]] = {}  # repeats are asked about once
+    for cell in cells:
+        alike.setdefault(configuration(cell.config), []).append(cell)
+    firsts = {repeats[0].hash: repeats for repeats in alike.values()}
     told = run_isolated(
         "sweeps.check",
-        {"cells": [cell.config for cell in cells]},
+        {"cells": [repeats[0].config for repeats in firsts.values()]},
         log=Path(os.devnull),
         timeout_s=TIMEOUT_S,
         device=NoDevice(),
@@ -43,8 +48,9 @@ def refuse(cells: Sequence[Cell]) -> dict[str, Outcome]:
     )
     refused = [event for event in told.events if event["event"] == "no_room"]
     return {
-        event["cell"]: Outcome(status="wont_fit", reason=event["reason"], events=[{"event": "plan", **event["plan"]}])
+        cell.hash: Outcome(status="wont_fit", reason=event["reason"], events=[{"event": "plan", **event["plan"]}])
         for event in refused
+        for cell in firsts[event["cell"]]
     }
 
 

@@ -148,7 +148,7 @@ def host_split(plan: Mapping[str, Any], peak_host_bytes: int | None, *, on_gpu: 
     process, less all of these: libraries, CUDA context, allocator. It is negative where a plan names more than was touched.
     Without a GPU the host holds both shares of the plan.
     """
-    if peak_host_bytes is None or not plan.get("host", plan.get("device")):
+    if peak_host_bytes is None or not (plan.get("host") or plan.get("device")):
         return {}
     split = dict.fromkeys(HOST_KINDS, 0)
     for share in ("host",) if on_gpu else ("host", "device"):

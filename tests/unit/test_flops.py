@@ -81,6 +81,8 @@ def test_host_bytes_add_up_to_what_was_observed() -> None:
     assert split == {"weights": 2, "master": 4, "moments": 8, "gradients": 2, "staging": 12, "other": 12}
     on_cpu = host_split(plan, 40, on_gpu=False)
     assert (on_cpu["weights"], on_cpu["staging"], sum(on_cpu.values())) == (102, 13, 40)
+    nothing_hosted = host_split({"host": {}, "device": {"weights": 100}}, 40, on_gpu=True)
+    assert (nothing_hosted.pop("other"), set(nothing_hosted.values())) == (40, {0})
     assert host_split(plan, None, on_gpu=True) == host_split({}, 40, on_gpu=True) == {}
 
 
