@@ -19,6 +19,8 @@ from analysis.style import STATUS_LABELS, SYSTEMS
 from sweeps.result import LOSS_TOLERANCE, REFERENCE, STAND_IN
 
 BASELINE = "zero3"
+AS_IT_IS = (None, "tuned")
+"""Presets that leave a system what its name says: its defaults, and what sweeps/tuner.py found."""
 Number = TypeVar("Number", int, float)
 CPU_NOTE = "CPU speeds prove wiring and numerics; they say nothing about GPUs."
 
@@ -29,6 +31,7 @@ class Standing:
 
     label: str
     system: str
+    preset: str | None = None
     status: str
     reason: str
     speed: Estimate | None
@@ -37,7 +40,8 @@ class Standing:
     num_repeats: int = 1
     """Repeats that were measured."""
     ratio: Estimate | None = None
-    """Speed over the fastest ZeRO-3 row's; None without a ZeRO-3 row, or where that row's own numerics differ."""
+    """Speed over the fastest ZeRO-3's, not counting its other presets unless there is nothing else; None without one, or where its
+    own numerics differ."""
     tflops: float | None
     mfu: float | None
     mfu_datasheet: float | None = None
@@ -105,7 +109,8 @@ def compare(frame: pd.DataFrame) -> Comparison:
     standings = [_pooled(repeats) for repeats in configurations.values()]
     checked = any(standing.agrees is not None for standing in standings if not standing.is_reference)
     standings = [_ranked(standing, checked) for standing in standings]
-    baseline = _fastest([one for one in standings if one.system == BASELINE and one.measured and not one.differs])
+    rivals = [one for one in standings if one.system == BASELINE and one.measured and not one.differs]
+    baseline = _fastest([one for one in rivals if one.preset in AS_IT_IS] or rivals)
     best = _fastest([one for one in standings if one.ranked])
     standings = [replace(one, ratio=_ratio(one, baseline), best=one is best) for one in standings]
     standings = _numbered(standings)
@@ -259,6 +264,7 @@ def standing_of(record: Mapping[Hashable, Any]) -> Standing:
     return Standing(
         label=known["label"],
         system=known["system"],
+        preset=known.get("preset"),
         status=known["status"],
         reason=known.get("reason", ""),
         speed=stats.throughput(known.get("tokens_per_s"), step_s),

@@ -107,6 +107,22 @@ def test_repeats_of_one_configuration_are_one_standing() -> None:
     assert megatrain.tflops == pytest.approx(6 * 3_397_103_616 * megatrain.speed.value / 1e12 if megatrain.speed else 0)
 
 
+def test_ratios_are_to_zero3_itself_and_not_to_another_preset_of_it() -> None:
+    optimizer = row("zero3", [2.0, 2.0, 2.0], cell="o", preset="optimizer", agrees=True)
+    whole = [
+        row("zero3", [second] * 3, cell=str(second), preset=preset, agrees=True) for second, preset in ((3.0, None), (2.5, "tuned"))
+    ]
+    found = compare(load.from_rows([optimizer, *whole]))
+    assert found.baseline is not None
+    assert found.baseline.preset == "tuned"
+    assert {one.preset: one.ratio.value for one in found.standings if one.ratio} == {
+        "tuned": 1.0,
+        "optimizer": 1.25,
+        None: pytest.approx(2.5 / 3),
+    }
+    assert compare(load.from_rows([optimizer])).baseline is not None
+
+
 def test_the_table_shows_repeats_and_their_interval_and_the_notes_what_failed() -> None:
     found = comparison()
     title, *body = tables.cells(found)
