@@ -68,10 +68,9 @@ def _build(cell: Cell, emit: Callable[..., None]) -> None:
 def no_room(cell: Cell) -> tuple[dict[str, Any], str] | None:
     """(plan event, reason) of a cell whose plan is larger than the machine; None where it fits or only its cell can say.
 
-    Where the engine's cost model has a say it needs rates, which are probed on the GPU: that is left to the cell.
+    The engine on a GPU is left to its cell, which can probe the rates that placements and predictions need.
     """
-    modelled = cell.options.get("offload_activations") or -1 in cell.options.values()
-    if cell.system == "megatrain" and cell.machine.device != "cpu" and modelled:
+    if cell.system == "megatrain" and cell.machine.device != "cpu":
         return None
     plan, told = plan_event(build(cell.system, cell.spec()), cell)
     reason = fits(plan, cell.model.name, cell.machine.device, environment.machine(cell.machine, None))

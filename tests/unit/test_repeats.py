@@ -193,7 +193,7 @@ def test_two_repeats_have_no_interval() -> None:
     assert stats.pooled([]) is None
 
 
-@pytest.mark.parametrize(("system", "kind"), [("in_memory", "device"), ("zero3", "host"), ("megatrain", "host")])
+@pytest.mark.parametrize(("system", "kind"), [("in_memory", "device"), ("zero3", "host"), ("fsdp2", "host")])
 def test_what_has_no_room_on_a_gpu_is_known_without_one(system: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "device", lambda: "cuda")
     machine = ["machine.host_bytes=137438953472", "machine.device_bytes=150754820096"]
@@ -204,8 +204,8 @@ def test_what_has_no_room_on_a_gpu_is_known_without_one(system: str, kind: str, 
     assert event["num_params"] == pytest.approx(14.77e9, rel=1e-3)
     small = composed(f"system={system}", "model=qwen2.5-3b", "shape=b32x1024", *machine)
     assert check.no_room(small) is None
-    fast = composed("system=megatrain_fast", "model=qwen2.5-14b", "shape=b32x1024", *machine)
-    assert check.no_room(fast) is None  # its placement needs the GPU's rates
+    engine = composed("system=megatrain", "model=qwen2.5-32b", "shape=b32x1024", *machine)
+    assert check.no_room(engine) is None  # its prediction needs the GPU's rates
 
 
 def test_committed_tables_are_as_they_were() -> None:
