@@ -1,14 +1,15 @@
 """One group of comparable rows -> who stands where. Tables, figures and the sentence all read it from here.
 
+Rows of one configuration, measured in several repeats (measure.repeat), are one standing: their windows are pooled.
 Invariant: only rows whose losses agree with the reference are ranked; the in-memory reference is the upper bound and is never
 ranked. Where no reference ran at all, speeds are ranked and the note says that numerics were not checked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 
@@ -18,23 +19,32 @@ from analysis.style import STATUS_LABELS, SYSTEMS
 from sweeps.result import LOSS_TOLERANCE, REFERENCE, STAND_IN
 
 BASELINE = "zero3"
+AS_IT_IS = (None, "tuned")
+"""Presets that leave a system what its name says: its defaults, and what sweeps/tuner.py found."""
+Number = TypeVar("Number", int, float)
 CPU_NOTE = "CPU speeds prove wiring and numerics; they say nothing about GPUs."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """One row, ready to be shown. Bytes are integers, speeds are label tokens a second."""
+    """One configuration, ready to be shown. Bytes are integers, speeds are label tokens a second."""
 
     label: str
     system: str
+    preset: str | None = None
     status: str
     reason: str
     speed: Estimate | None
     step_s: list[float]
+    """Seconds a step of every window, repeat after repeat."""
+    num_repeats: int = 1
+    """Repeats that were measured."""
     ratio: Estimate | None = None
-    """Speed over the fastest ZeRO-3 row's; None without a ZeRO-3 row, or where that row's own numerics differ."""
+    """Speed over the fastest ZeRO-3's, not counting its other presets unless there is nothing else; None without one, or where its
+    own numerics differ."""
     tflops: float | None
     mfu: float | None
+    mfu_datasheet: float | None = None
     device_bytes: int | None
     host_bytes: int | None
     host_bytes_per_param: float | None
@@ -92,11 +102,15 @@ class Comparison:
 
 
 def compare(frame: pd.DataFrame) -> Comparison:
-    """Standings of the rows of one group (`load.groups`); no row is dropped."""
-    standings = [_standing(record) for record in frame.to_dict("records")]
+    """Standings of the rows of one group (`load.groups`); no row is dropped, repeats of one configuration are pooled."""
+    configurations: dict[str, list[Standing]] = {}
+    for record in frame.to_dict("records"):
+        configurations.setdefault(str(record["configuration"]), []).append(standing_of(record))
+    standings = [_pooled(repeats) for repeats in configurations.values()]
     checked = any(standing.agrees is not None for standing in standings if not standing.is_reference)
     standings = [_ranked(standing, checked) for standing in standings]
-    baseline = _fastest([one for one in standings if one.system == BASELINE and one.measured and not one.differs])
+    rivals = [one for one in standings if one.system == BASELINE and one.measured and not one.differs]
+    baseline = _fastest([one for one in rivals if one.preset in AS_IT_IS] or rivals)
     best = _fastest([one for one in standings if one.ranked])
     standings = [replace(one, ratio=_ratio(one, baseline), best=one is best) for one in standings]
     standings = _numbered(standings)
@@ -120,7 +134,7 @@ def sentence(comparison: Comparison) -> str:
     if len(ranked) == 1:
         return f"Only {best.label} could be ranked: {speed}."
     over = next((one for one in ranked[1:] if one.system == BASELINE), ranked[1])
-    quotient = _ratio(best, over)
+    quotient = stats.quotient(best.speed, over.speed)
     assert quotient is not None
     against = f"{speed} against {_speed(over)}"
     if quotient.has_interval and not quotient.excludes(1.0):
@@ -140,6 +154,9 @@ def notes(comparison: Comparison) -> list[str]:
     ]
     if not comparison.numerics_checked and comparison.ranked:
         told.append("No reference row: numerics were not checked.")
+    told += [f"{one.label}: {one.reason}" for one in comparison.standings if one.num_repeats > 1 and one.reason]
+    if len({one.num_repeats for one in comparison.standings if one.measured}) > 1:
+        told.append("Intervals of what was measured once tell of the windows of one run, not of other runs.")
     if comparison.baseline is None:
         told.append("No ratios: ZeRO-3 was not measured with agreeing losses.")
     if not comparison.on_gpu:
@@ -181,9 +198,7 @@ def _ratio(standing: Standing, baseline: Standing | None) -> Estimate | None:
         return None
     if standing.system == baseline.system and standing.label == baseline.label:
         return Estimate(value=1.0, num_samples=len(standing.step_s))
-    assert standing.speed is not None
-    assert baseline.speed is not None
-    return stats.ratio(standing.speed.value, standing.step_s, baseline.speed.value, baseline.step_s)
+    return stats.quotient(standing.speed, baseline.speed)
 
 
 def _order(standing: Standing) -> tuple[int, float, int]:
@@ -201,18 +216,62 @@ def _numbered(standings: list[Standing]) -> list[Standing]:
     return [replace(one, variant=families[one.system].index(index)) for index, one in enumerate(standings)]
 
 
-def _standing(record: Mapping[Hashable, Any]) -> Standing:
+def _pooled(repeats: list[Standing]) -> Standing:
+    """One standing of one configuration's repeats: the speeds of those measured pooled, the largest peaks and differences.
+
+    Losses are the first measured repeat's. Where a repeat failed, the status stays ok as long as another was measured and the
+    reason tells; where all did, the last one speaks for them.
+    """
+    measured = [one for one in repeats if one.measured]
+    if len(repeats) == 1 or not measured:
+        return repeats[-1]
+    failed = [one for one in repeats if not one.measured]
+    first = measured[0]
+    speed = stats.pooled([(one.speed.value, one.step_s) for one in measured if one.speed])
+    assert speed is not None
+    assert first.speed is not None
+    scale = speed.value / first.speed.value
+    agreeing = [one.agrees for one in measured if one.agrees is not None]
+    return replace(
+        first,
+        speed=speed,
+        step_s=[second for one in measured for second in one.step_s],
+        num_repeats=len(measured),
+        reason=f"{len(failed)} of {len(repeats)} repeats failed ({failed[-1].status_label})" if failed else first.reason,
+        tflops=_scaled(first.tflops, scale),
+        mfu=_scaled(first.mfu, scale),
+        mfu_datasheet=_scaled(first.mfu_datasheet, scale),
+        device_bytes=_largest([one.device_bytes for one in measured]),
+        host_bytes=_largest([one.host_bytes for one in measured]),
+        host_bytes_per_param=_largest([one.host_bytes_per_param for one in measured]),
+        max_loss_difference=_largest([one.max_loss_difference for one in measured]),
+        agrees=all(agreeing) if agreeing else None,
+    )
+
+
+def _scaled(number: float | None, scale: float) -> float | None:
+    return None if number is None else number * scale
+
+
+def _largest(numbers: Sequence[Number | None]) -> Number | None:
+    return max((number for number in numbers if number is not None), default=None)
+
+
+def standing_of(record: Mapping[Hashable, Any]) -> Standing:
+    """One record of the frame as a standing by itself: no ratio, no rank, no variant."""
     known = {str(key): value for key, value in record.items() if isinstance(value, list | dict) or not pd.isna(value)}
     step_s = [float(second) for second in known["step_s"]]
     return Standing(
         label=known["label"],
         system=known["system"],
+        preset=known.get("preset"),
         status=known["status"],
         reason=known.get("reason", ""),
         speed=stats.throughput(known.get("tokens_per_s"), step_s),
         step_s=step_s,
         tflops=known.get("tflops_6p"),
         mfu=known.get("mfu"),
+        mfu_datasheet=known.get("mfu_datasheet"),
         device_bytes=known.get("peak_device_bytes"),
         host_bytes=known.get("peak_host_bytes"),
         host_bytes_per_param=known.get("host_bytes_per_param"),

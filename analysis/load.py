@@ -15,7 +15,7 @@ import pandas as pd
 
 from analysis import stats
 from analysis.style import name_of
-from sweeps.result import Row, compared, read_rows
+from sweeps.result import Row, compared, configuration, host_split, read_rows
 
 GROUP = ["experiment", "model", "batch_size", "seq_len", "machine_name"]
 """What must be equal for two rows to be compared: a ratio never spans two machines."""
@@ -23,6 +23,7 @@ GROUP = ["experiment", "model", "batch_size", "seq_len", "machine_name"]
 COLUMNS: dict[str, str] = {
     "experiment": "string",
     "cell": "string",
+    "configuration": "string",
     "label": "string",
     "system": "string",
     "preset": "string",
@@ -39,7 +40,10 @@ COLUMNS: dict[str, str] = {
     "num_windows": "Int64",
     "step_s_median": "Float64",
     "tflops_6p": "Float64",
+    "tflops_6p_causal": "Float64",
+    "tflops_paper": "Float64",
     "mfu": "Float64",
+    "mfu_datasheet": "Float64",
     "final_loss": "Float64",
     "heldout_loss": "Float64",
     "agrees": "boolean",
@@ -62,6 +66,7 @@ COLUMNS: dict[str, str] = {
     "losses": "object",
     "dtypes": "object",
     "host_bytes": "object",
+    "host_split": "object",
     "plan": "object",
     "counters": "object",
     "machine": "object",
@@ -70,7 +75,7 @@ COLUMNS: dict[str, str] = {
 }
 """Column -> pandas dtype. Bytes are integers; nullable dtypes throughout, lists and mappings as they were written."""
 
-_UNTOLD = ("logging", "hydra", "output", "experiment", "machine")
+_UNTOLD = ("logging", "hydra", "output", "experiment", "machine", "measure")
 """Parts of a config that never distinguish two cells in a label."""
 
 
@@ -138,6 +143,7 @@ def _record(row: Row, source: str) -> dict[str, Any]:
     host, params = row.peak_host_bytes, row.num_params
     gpu = row.machine.get("gpu")
     return record | {
+        "configuration": configuration(row.config) if "measure" in row.config else row.cell,
         "label": name_of(row.system),
         "tokens_per_s_lo": speed.lo if speed else None,
         "tokens_per_s_hi": speed.hi if speed else None,
@@ -146,6 +152,7 @@ def _record(row: Row, source: str) -> dict[str, Any]:
         "final_loss": row.losses[-1] if row.losses else None,
         "host_bytes_per_param": host / params if host is not None and params else None,
         **_planned(row, on_gpu=bool(gpu)),
+        "host_split": row.host_split or (host_split(row.plan, host, on_gpu=bool(gpu)) if row.status == "ok" else {}),
         "machine_name": machine_name(row.machine),
         "gpu": str(gpu) if gpu else None,
         "torch_version": row.versions.get("torch"),
@@ -185,7 +192,7 @@ def _labels(frame: pd.DataFrame) -> list[str]:
     families: dict[tuple[Hashable, ...], list[int]] = {}
     for position, key in enumerate(frame[[*GROUP, "system"]].astype(object).itertuples(index=False, name=None)):
         families.setdefault(tuple(map(str, key)), []).append(position)
-    presets, configs = list(frame["preset"]), [dict(_flat(config)) for config in frame["config"]]
+    presets, configs = list(frame["preset"]), [dict(_told(config)) for config in frame["config"]]
     for family in families.values():
         if len(family) == 1:
             continue
@@ -197,14 +204,33 @@ def _labels(frame: pd.DataFrame) -> list[str]:
             for key in _differing([configs[other] for other in peers]):
                 told.append(f"{key.rpartition('.')[2]}={configs[position].get(key)}")
             labels[position] += f" {', '.join(told)}" if told else ""
+        _number(labels, family, list(frame["configuration"]))
     return labels
+
+
+def _number(labels: list[str], family: Sequence[int], configurations: Sequence[str]) -> None:
+    """Configurations that a label does not tell apart, for only their timing differs, are counted: `ZeRO-3`, `ZeRO-3 (2)`."""
+    seen: dict[str, list[str]] = {}
+    for position in family:
+        alike = seen.setdefault(labels[position], [])
+        if configurations[position] not in alike:
+            alike.append(configurations[position])
+        place = alike.index(configurations[position])
+        labels[position] += f" ({place + 1})" if place else ""
 
 
 def _differing(configs: Iterable[dict[str, Any]]) -> list[str]:
     together = list(configs)
     keys = dict.fromkeys(key for config in together for key in config)
-    told = [key for key in keys if key.split(".")[0] not in _UNTOLD]
-    return [key for key in told if len({repr(config.get(key)) for config in together}) > 1]
+    return [key for key in keys if len({repr(config.get(key)) for config in together}) > 1]
+
+
+def _told(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What may stand in a label: without the length of a constant schedule, which the timing sets and nothing reads."""
+    constant = config.get("recipe", {}).get("schedule") == "constant"
+    for key, value in _flat(config):
+        if key.split(".")[0] not in _UNTOLD and not (constant and key == "recipe.total_steps"):
+            yield key, value
 
 
 def _flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,9 +1,13 @@
-"""Estimates from windows: a value with a Student t interval on the logarithm of its windows.
+"""Estimates from windows: a value with a Student t interval on the logarithm of its windows, or of its repeats.
 
-Invariant: the same windows give the same interval on every machine; fewer than three windows give no interval rather than a
-narrow one. A window is one sample (see sweeps.bench); cells run in separate processes, so windows of two systems are not paired.
-Windows are few (3 to 5), so the quantile is t's: resampling so few windows would give intervals far too narrow. The logarithm
-makes an interval of a quotient as simple as that of a speed, and keeps both positive.
+Invariant: the same windows give the same interval on every machine; fewer than three windows (or repeats) give no interval rather
+than a narrow one. A window is one sample (see sweeps.bench); cells run in separate processes, so windows of two systems are not
+paired. The logarithm makes an interval of a quotient as simple as that of a speed, and keeps both positive.
+
+Of a configuration that was measured in several repeats the repeats are the samples: windows of one process share whatever that
+process met. The standard error is that of the hierarchical bootstrap (repeats with replacement, then windows within each; Davison &
+Hinkley 1997, section 3.8), in closed form, so no resampling noise is left. Windows and repeats are few (3 to 5), so the quantile is
+t's with the repeats' degrees of freedom: percentiles of so few resampled values would give intervals far too narrow.
 """
 
 from __future__ import annotations
@@ -14,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LEVEL = 0.95
-MIN_WINDOWS = 3
-"""Fewer windows give no interval: with two, t has one degree of freedom and the interval says nothing."""
+MIN_SAMPLES = 3
+"""Fewer windows, or repeats, give no interval: with two, t has one degree of freedom and the interval says nothing."""
 
 # fmt: off
 T_QUANTILES = (
@@ -32,16 +36,21 @@ NORMAL_QUANTILE = 1.9600
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A value and its 95% t interval; `lo` and `hi` are None when fewer than three windows were measured."""
+    """A value and its 95% t interval; `lo` and `hi` are None when fewer than three windows, or repeats, were measured."""
 
     value: float
     lo: float | None = None
     hi: float | None = None
     num_samples: int = 1
+    """Windows of one repeat, or repeats."""
+    error: float | None = None
+    """Standard error of the logarithm."""
+    degrees: int = 0
+    """Degrees of freedom of `error`."""
 
     @property
     def has_interval(self) -> bool:
-        """Whether enough windows stand behind the value for an interval."""
+        """Whether enough samples stand behind the value for an interval."""
         return self.lo is not None and self.hi is not None
 
     def excludes(self, value: float) -> bool:
@@ -55,44 +64,67 @@ def t_quantile(degrees_of_freedom: int) -> float:
     return T_QUANTILES[degrees_of_freedom - 1] if degrees_of_freedom <= len(T_QUANTILES) else NORMAL_QUANTILE
 
 
-def throughput(tokens_per_s: float | None, step_s: Sequence[float]) -> Estimate | None:
-    """Tokens/s as the row states it, with the interval that its windows give; None where it was not measured.
+def throughput(tokens_per_s: float | None, *repeats: Sequence[float]) -> Estimate | None:
+    """Tokens/s as stated, with the interval that its windows give; None where it was not measured.
 
-    The interval is `value * exp(+-t * se)`, se that of the mean of log(step_s), t with one degree less than windows.
+    repeats: the seconds a step of each window of each repeat. The samples are the windows of one repeat, or several repeats.
     """
     if tokens_per_s is None or not math.isfinite(tokens_per_s):
         return None
-    if len(step_s) < MIN_WINDOWS:
-        return Estimate(value=tokens_per_s, num_samples=len(step_s))
-    return _around(tokens_per_s, math.sqrt(_squared_error(step_s)), len(step_s) - 1, len(step_s))
+    num_samples = len(repeats) if len(repeats) > 1 else sum(map(len, repeats))
+    if num_samples < MIN_SAMPLES:
+        return Estimate(value=tokens_per_s, num_samples=num_samples)
+    logs = [[math.log(second) for second in repeat] for repeat in repeats]
+    squared = _hierarchical(logs) if len(logs) > 1 else statistics.variance(logs[0]) / num_samples
+    return _around(tokens_per_s, math.sqrt(squared), num_samples - 1, num_samples)
+
+
+def pooled(repeats: Sequence[tuple[float, Sequence[float]]]) -> Estimate | None:
+    """Tokens/s of one configuration from the (tokens/s, windows) of its repeats: all tokens over all seconds; None without any.
+
+    Repeats train on the same batches, so that is the harmonic mean of their tokens/s.
+    """
+    if not repeats:
+        return None
+    return throughput(statistics.harmonic_mean([speed for speed, _ in repeats]), *[windows for _, windows in repeats])
+
+
+def quotient(first: Estimate | None, second: Estimate | None) -> Estimate | None:
+    """How many times as fast the first is as the second; None unless both were measured.
+
+    The interval is Welch's on the difference of the mean logs, with the degrees of freedom of Welch and Satterthwaite rounded
+    down (never below one).
+    """
+    if first is None or second is None or second.value <= 0:
+        return None
+    value, num_samples = first.value / second.value, min(first.num_samples, second.num_samples)
+    if first.error is None or second.error is None:
+        return Estimate(value=value, num_samples=num_samples)
+    errors = first.error**2, second.error**2
+    spread = errors[0] ** 2 / first.degrees + errors[1] ** 2 / second.degrees
+    degrees = max(1, math.floor(sum(errors) ** 2 / spread)) if spread > 0 else 1
+    return _around(value, math.sqrt(sum(errors)), degrees, num_samples)
 
 
 def ratio(
     tokens_per_s: float | None, step_s: Sequence[float], over_tokens_per_s: float | None, over_step_s: Sequence[float]
 ) -> Estimate | None:
-    """How many times as fast the first system is as the second; None unless both were measured.
+    """`quotient` of two cells of one repeat each, from their printed speeds and their windows."""
+    return quotient(throughput(tokens_per_s, step_s), throughput(over_tokens_per_s, over_step_s))
 
-    The value is the quotient of the two printed speeds; the interval is Welch's on the difference of the mean logs, with the
-    degrees of freedom of Welch and Satterthwaite rounded down (never below one).
+
+def _hierarchical(logs: Sequence[Sequence[float]]) -> float:
+    """Squared standard error of the mean over repeats of their windows' means: the two-stage bootstrap's variance.
+
+    One draw takes a repeat (variance of the repeats' means) and the mean of as many of its windows as it has, with
+    replacement (variance of the windows over their number); n draws are averaged. Times n / (n - 1), as for any bootstrap of n
+    samples, or few repeats would look alike. Windows count twice, for the means vary with them too: on the safe side.
     """
-    first, second = throughput(tokens_per_s, step_s), throughput(over_tokens_per_s, over_step_s)
-    if first is None or second is None or second.value <= 0:
-        return None
-    value, num_samples = first.value / second.value, min(first.num_samples, second.num_samples)
-    if num_samples < MIN_WINDOWS:
-        return Estimate(value=value, num_samples=num_samples)
-    errors = _squared_error(step_s), _squared_error(over_step_s)
-    total = sum(errors)
-    spread = errors[0] ** 2 / (len(step_s) - 1) + errors[1] ** 2 / (len(over_step_s) - 1)
-    degrees = max(1, math.floor(total**2 / spread)) if spread > 0 else 1
-    return _around(value, math.sqrt(total), degrees, num_samples)
-
-
-def _squared_error(step_s: Sequence[float]) -> float:
-    """Squared standard error of the mean of the logarithms."""
-    return statistics.variance([math.log(second) for second in step_s]) / len(step_s)
+    between = statistics.pvariance([statistics.fmean(windows) for windows in logs])
+    within = statistics.fmean(statistics.pvariance(windows) / len(windows) for windows in logs)
+    return (between + within) / (len(logs) - 1)
 
 
 def _around(value: float, error: float, degrees: int, num_samples: int) -> Estimate:
     factor = math.exp(t_quantile(degrees) * error)
-    return Estimate(value=value, lo=value / factor, hi=value * factor, num_samples=num_samples)
+    return Estimate(value=value, lo=value / factor, hi=value * factor, num_samples=num_samples, error=error, degrees=degrees)

@@ -53,11 +53,15 @@ def _ratio(estimate: Estimate | None) -> str | None:
     return None if estimate is None else f"{estimate.value:.2f}x"
 
 
-def _interval(standing: Standing) -> str | None:
-    quotient = standing.ratio
-    if quotient is None or quotient.lo is None or quotient.hi is None:
+def _interval(estimate: Estimate | None, form: str) -> str | None:
+    if estimate is None or estimate.lo is None or estimate.hi is None:
         return None
-    return f"{quotient.lo:.2f}–{quotient.hi:.2f}"
+    return f"{estimate.lo:{form}}–{estimate.hi:{form}}"
+
+
+def _repeated(standing: Standing) -> str | None:
+    """The interval of a speed that stands on several repeats."""
+    return _interval(standing.speed, ",.0f") if standing.num_repeats > 1 else None
 
 
 def _agrees(standing: Standing) -> str | None:
@@ -77,15 +81,18 @@ def _system(standing: Standing) -> str:
 COLUMNS: tuple[Column, ...] = (
     Column(title="system", cell=_system),
     Column(title="tokens/s", cell=_speed),
+    Column(title="tokens/s\n95% interval", cell=_repeated, drop=1),
+    Column(title="repeats", cell=lambda one: str(one.num_repeats) if one.num_repeats > 1 else None, drop=8),
     Column(title=f"ratio to\n{name_of(BASELINE)}", cell=lambda one: _ratio(one.ratio)),
-    Column(title="95%\ninterval", cell=_interval, drop=1),
-    Column(title="TFLOPS\n6P", cell=lambda one: _number(one.tflops, ",.0f" if (one.tflops or 0) >= 10 else ".2g"), drop=3),
-    Column(title="MFU", cell=lambda one: _number(one.mfu, ".1%"), drop=4),
-    Column(title="device\nGB", cell=lambda one: _gigabytes(one.device_bytes), drop=9),
-    Column(title="host\nGB", cell=lambda one: _gigabytes(one.host_bytes), drop=8),
-    Column(title="host\nB/param", cell=lambda one: _number(one.host_bytes_per_param, ".1f"), drop=2),
-    Column(title="final\nloss", cell=lambda one: _number(one.final_loss, ".4f"), drop=6),
-    Column(title="max\n|Δloss|", cell=_gap, drop=5),
+    Column(title="95%\ninterval", cell=lambda one: _interval(one.ratio, ".2f"), drop=2),
+    Column(title="TFLOPS\n6P", cell=lambda one: _number(one.tflops, ",.0f" if (one.tflops or 0) >= 10 else ".2g"), drop=4),
+    Column(title="MFU", cell=lambda one: _number(one.mfu, ".1%"), drop=5),
+    Column(title="MFU of\ndata sheet", cell=lambda one: _number(one.mfu_datasheet, ".1%"), drop=1),
+    Column(title="device\nGB", cell=lambda one: _gigabytes(one.device_bytes), drop=10),
+    Column(title="host\nGB", cell=lambda one: _gigabytes(one.host_bytes), drop=9),
+    Column(title="host\nB/param", cell=lambda one: _number(one.host_bytes_per_param, ".1f"), drop=3),
+    Column(title="final\nloss", cell=lambda one: _number(one.final_loss, ".4f"), drop=7),
+    Column(title="max\n|Δloss|", cell=_gap, drop=6),
     Column(title="agrees", cell=_agrees),
 )
 

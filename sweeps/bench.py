@@ -53,6 +53,8 @@ def measure(
 ) -> Measurement:
     """Train `spec.num_steps` steps of a system that is set up, and time the windows among them.
 
+    A first window slower than `spec.stop_below` is the last.
+
     Raises NonFiniteLossError, after the step's window was reported, when a loss is NaN or infinite.
     """
     watch = watch or Stopwatch()
@@ -74,6 +76,8 @@ def measure(
         seconds.append(watch.stop())
         tokens.append(num_tokens)
         losses += _read(pending, len(losses), emit, seconds=seconds[-1], num_tokens=num_tokens)
+        if len(seconds) == 1 and num_tokens < spec.stop_below * seconds[0]:
+            break
     return Measurement(losses=losses, window_s=seconds, window_tokens=tokens, num_steps=spec.steps_per_window)
 
 

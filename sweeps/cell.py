@@ -18,7 +18,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from sweeps import environment
+from sweeps import environment, flops
 from sweeps.config import Cell, cell_from
 from sweeps.isolate import guarded
 
@@ -54,27 +54,39 @@ def fits(plan: Any, model: str, device: str, had: Mapping[str, Any]) -> str | No
     return None
 
 
+def plan_event(system: Any, cell: Cell) -> tuple[Any, dict[str, Any]]:
+    """(plan, fields of the event `plan`) of a system that is built; allocates nothing."""
+    from baselines.model import config_of, count_params
+
+    plan, model, num_params = system.plan(), cell.model, count_params(cell.model).total
+    return plan, {
+        "plan": {"device": dict(plan.device), "host": dict(plan.host)},
+        "dtypes": system.dtypes(),
+        "num_params": num_params,
+        "flops_per_token": flops.per_token(config_of(model), num_params, cell.shape.seq_len),
+        "tokens_per_step": cell.shape.num_tokens,
+    }
+
+
 def work(cell: Cell, emit: Emitter) -> None:
     """The whole life of one cell."""
     emit("phase", name="import")
     import torch
 
-    from baselines.model import count_params, initial_weights
+    from baselines.model import initial_weights
     from baselines.system import build
     from engine import MegaTrain
     from sweeps import bench, data
 
     spec = cell.spec()
     try:
-        num_params = count_params(spec.model).total
         system = build(cell.system, spec)
-        plan = system.plan()
+        plan, told = plan_event(system, cell)
         steps = data.batches(data.corpus_of(cell.data), cell.shape, cell.seed)
     except ValueError as error:
         emit("invalid", reason=" ".join(str(error).split()))
         return
-    planned: dict[str, Any] = {"device": dict(plan.device), "host": dict(plan.host)}
-    emit("plan", plan=planned, dtypes=system.dtypes(), num_params=num_params, tokens_per_step=cell.shape.num_tokens)
+    emit("plan", **told)
     refusal = fits(plan, cell.model.name, cell.machine.device, environment.machine(cell.machine, None))
     if refusal:
         emit("failed", status="wont_fit", reason=refusal)

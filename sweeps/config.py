@@ -7,7 +7,7 @@ and nothing else. What a user mistyped is a ValueError of one line: config path,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +18,9 @@ from engine import Recipe
 from sweeps.memory import host_bytes
 from sweeps.result import digest, hashed
 
+EVERY_SYSTEM = ("num_micro_batches", "omp_num_threads")
+"""Knobs that any system's group may add (+system.KNOB=N), for the best value differs from system to system: the parts that a step's
+sequences are accumulated in, in place of shape.num_micro_batches, and OMP_NUM_THREADS. 0 is neither; the system never sees them."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 T = TypeVar("T")
 
@@ -48,8 +51,17 @@ class Measure:
     steps_per_window: int = 3
     timeout_s: float = 900.0
     trace: bool = False
+    repeat: int = 1
+    """Which repeat of the measurement this is; each is a cell of its own."""
+    repeated: Sequence[str] = ()
+    """Files of conf/system that are measured in every repeat; the others only in the first. Empty: all of them."""
+    stop_below: float = 0.0
+    """Tokens/s; a first window slower than that is the last."""
 
     def __post_init__(self) -> None:
+        _at_least("measure.repeat", self.repeat, 1)
+        if not self.stop_below >= 0:
+            raise ValueError(f"measure.stop_below: got {self.stop_below}, allowed >= 0; 0 measures every window")
         _at_least("measure.warmup_steps", self.warmup_steps, 0)
         _at_least("measure.windows", self.windows, 1)
         _at_least("measure.steps_per_window", self.steps_per_window, 1)
@@ -99,6 +111,8 @@ class Cell:
     dtype: str
     options: Mapping[str, Any] = field(default_factory=dict)
     """The system's own knobs: the rest of the system group."""
+    omp_num_threads: int = 0
+    """OMP_NUM_THREADS of the cell's process (system.omp_num_threads); 0 leaves it."""
     model: ModelSpec
     shape: Shape
     recipe: Recipe
@@ -135,7 +149,7 @@ class Cell:
 
 def cell_from(config: Mapping[str, Any]) -> Cell:
     """Validate a plain composed config (device and total_steps already resolved). Raises ValueError, one line."""
-    known = {item.name for item in fields(Cell)} - {"dtype", "options", "config"}
+    known = {item.name for item in fields(Cell)} - {"dtype", "options", "omp_num_threads", "config"}
     require("", config, sorted(known))
     for group in config:
         if group not in known:
@@ -144,6 +158,15 @@ def cell_from(config: Mapping[str, Any]) -> Cell:
     name, dtype = str(system.pop("name", None)), str(system.pop("dtype", None))
     _allow("system", name, tuple(REGISTRY))
     _allow("system.dtype", dtype, tuple(DTYPES))
+    num_micro_batches, omp_num_threads = (_count(f"system.{knob}", system.pop(knob, 0)) for knob in EVERY_SYSTEM)
+    shape = build_group(Shape, "shape", config)
+    if num_micro_batches:
+        if shape.batch_size % num_micro_batches:
+            raise ValueError(
+                f"system.num_micro_batches: got {num_micro_batches}, allowed a divisor of shape.batch_size ({shape.batch_size}); "
+                "change one of the two"
+            )
+        shape = replace(shape, num_micro_batches=num_micro_batches)
     cell = Cell(
         experiment=str(config["experiment"]),
         seed=_typed("seed", config["seed"], int),
@@ -151,8 +174,9 @@ def cell_from(config: Mapping[str, Any]) -> Cell:
         system=name,
         dtype=dtype,
         options=system,
+        omp_num_threads=omp_num_threads,
         model=build_group(ModelSpec, "model", config),
-        shape=build_group(Shape, "shape", config),
+        shape=shape,
         recipe=build_group(Recipe, "recipe", config),
         data=build_group(Data, "data", config),
         measure=build_group(Measure, "measure", config),
@@ -170,6 +194,12 @@ def cell_from(config: Mapping[str, Any]) -> Cell:
     if isinstance(vocab, int) and vocab < 256:
         raise ValueError(f"model.config.vocab_size: got {vocab}, allowed >= 256; the text is bytes, so it needs 256 tokens")
     return cell
+
+
+def _count(path: str, value: Any) -> int:
+    """An integer >= 0."""
+    _at_least(path, count := _typed(path, value, int), 0)
+    return count
 
 
 def build_group(kind: type[T], group: str, config: Mapping[str, Any]) -> T:
@@ -191,7 +221,7 @@ def require(prefix: str, config: Mapping[str, Any], names: Sequence[str]) -> Non
             raise ValueError(f"{prefix}{name}: got nothing, allowed a value; do not delete it (~{prefix}{name})")
 
 
-_TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool, "Mapping[str, Any]": dict}
+_TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool, "Mapping[str, Any]": dict, "Sequence[str]": list}
 
 
 def _typed(path: str, value: Any, kind: type[T]) -> T:

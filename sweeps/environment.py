@@ -16,6 +16,7 @@ from typing import Any
 
 from engine import cache_directory
 from sweeps.config import Machine
+from sweeps.flops import datasheet_tflops
 from sweeps.memory import host_bytes, nvml_device
 
 PACKAGES = ("torch", "transformers", "deepspeed", "hydra-core", "wandb", "numpy")
@@ -23,8 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 """The checkout."""
 
 
-def cell_variables() -> dict[str, str]:
-    """Environment of every cell, unless the user's own says otherwise.
+def cell_variables(omp_num_threads: int = 0) -> dict[str, str]:
+    """Environment of every cell, unless the user's own says otherwise; OMP_NUM_THREADS where one is given.
 
     Kernels compiled by one cell serve the next; and device memory grows in place, or the holes between blocks of unlike
     sizes cost up to 12 GB of an H200 (docs/log.md).
@@ -32,7 +33,8 @@ def cell_variables() -> dict[str, str]:
     ours = {"TORCHINDUCTOR_CACHE_DIR": str(cache_directory() / "inductor"), "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     if "PYTORCH_CUDA_ALLOC_CONF" in os.environ:  # the older name of the same
         del ours["PYTORCH_ALLOC_CONF"]
-    return {name: value for name, value in ours.items() if name not in os.environ}
+    asked = {"OMP_NUM_THREADS": str(omp_num_threads)} if omp_num_threads else {}
+    return {name: value for name, value in ours.items() if name not in os.environ} | asked
 
 
 def cpu_model() -> str:
@@ -62,7 +64,7 @@ def gpu() -> dict[str, Any]:
 
 def machine(overrides: Machine, matrix_peak_tflops: float | None) -> dict[str, Any]:
     """The `machine` field of a row; a CPU cell names no GPU, whatever the machine holds."""
-    card = gpu() if overrides.device == "cuda" else {"gpu": None, "num_gpus": 0, "device_bytes": None}
+    card: dict[str, Any] = gpu() if overrides.device == "cuda" else {"gpu": None, "num_gpus": 0, "device_bytes": None}
     if overrides.device_bytes is not None:
         card["device_bytes"] = overrides.device_bytes
     return {
@@ -71,6 +73,7 @@ def machine(overrides: Machine, matrix_peak_tflops: float | None) -> dict[str, A
         "num_cores": len(os.sched_getaffinity(0)),
         "host_bytes": overrides.host_bytes or host_bytes(),
         "matrix_peak_tflops": matrix_peak_tflops,
+        "datasheet_tflops": datasheet_tflops(card["gpu"]),
     }
 
 

@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from sweeps.result import Row, read_rows
@@ -26,12 +27,12 @@ def history(row: Row) -> Iterator[tuple[int, dict[str, float]]]:
     """(step, values): the loss of every step; at a window's last step also its seconds a step and tokens/s."""
     measure = row.config.get("measure", {})
     warmup, length = int(measure.get("warmup_steps", 0)), int(measure.get("steps_per_window", 1))
-    tokens = row.batch_size * row.seq_len
+    tokens = row.tokens_per_s * fmean(row.step_s) if row.tokens_per_s and row.step_s else None  # label tokens of a step
     ends = {warmup + (number + 1) * length - 1: seconds for number, seconds in enumerate(row.step_s)}
     for step, loss in enumerate(row.losses):
         values = {"loss": loss}
         if step in ends:
-            values |= {"step_s": ends[step], "tokens_per_s": tokens / ends[step]}
+            values |= {"step_s": ends[step]} | ({"tokens_per_s": tokens / ends[step]} if tokens else {})
         yield step, values
 
 

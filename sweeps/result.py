@@ -22,12 +22,16 @@ STATUSES = ("ok", "oom_device", "oom_host", "timeout", "nonfinite", "unsupported
 REFERENCE = "in_memory"
 """The system whose losses the others must agree with."""
 STAND_IN = "zero3"
-"""The reference where REFERENCE has no room on the machine: an independent implementation with an fp32 master."""
+"""The reference where REFERENCE has no room on the machine: an independent implementation with an fp32 master; no preset of it."""
 NO_ROOM = ("wont_fit", "oom_device", "oom_host")
 UNHASHED = ("experiment", "logging", "output_dir")
-"""Groups of a config that cannot change a measurement; machine and measure.timeout_s are left out beside them."""
+"""Groups of a config that cannot change a measurement; machine and some of measure are left out beside them."""
+UNHASHED_MEASURE = ("timeout_s", "repeated", "stop_below")
 LOSS_TOLERANCE = 2e-3
 """Largest absolute difference from the reference's losses, nats per token, at which a row `agrees`."""
+
+
+HOST_KINDS = ("weights", "master", "moments", "gradients", "staging")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +57,14 @@ class Row:
     """Seconds a step, one entry a window (window seconds / steps in it)."""
     tflops_6p: float | None = None
     """6 x num_params x tokens_per_s / 1e12; recompute never counted."""
+    tflops_6p_causal: float | None = None
+    """6P and the attention that a causal mask leaves (sweeps.flops); None where ambiguous, and in older rows."""
+    tflops_paper: float | None = None
+    """The paper's formula, 6P + 12 L h T; None where ambiguous, and in older rows."""
     mfu: float | None = None
     """tflops_6p over this machine's own measured matrix peak; None where no peak was measured."""
+    mfu_datasheet: float | None = None
+    """tflops_6p over the data sheet's dense bf16 peak; None for an unknown GPU, and in older rows."""
     losses: list[float] = field(default_factory=list)
     """Loss of every step, warm-up included, in order."""
     heldout_loss: float | None = None
@@ -69,13 +79,15 @@ class Row:
     peak_host_bytes: int | None = None
     """Peak PSS of the cell's process tree, sampled from outside it (pinned pages included)."""
     host_bytes: dict[str, int] = field(default_factory=dict)
-    """peak_host_bytes by kind: pss_anon_bytes, pss_file_bytes, pss_shmem_bytes."""
+    """peak_host_bytes by what the kernel calls it: pss_anon_bytes, pss_file_bytes, pss_shmem_bytes."""
+    host_split: dict[str, int] = field(default_factory=dict)
+    """peak_host_bytes by what it is for (`host_split`), of a measured cell; empty in older rows."""
     plan: dict[str, Any] = field(default_factory=dict)
     """{"device": {kind: bytes}, "host": {kind: bytes}} as predicted before the run; where a system predicts its step,
     also step_s and what it follows from: rates (a second) and placement (numbers of blocks and layers)."""
     counters: dict[str, float] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
-    """gpu, num_gpus, device_bytes, cpu, num_cores, host_bytes, matrix_peak_tflops."""
+    """gpu, num_gpus, device_bytes, cpu, num_cores, host_bytes, matrix_peak_tflops, datasheet_tflops."""
     versions: dict[str, str] = field(default_factory=dict)
     git_commit: str | None = None
     started_at: str = ""
@@ -130,10 +142,29 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
+def host_split(plan: Mapping[str, Any], peak_host_bytes: int | None, *, on_gpu: bool) -> dict[str, int]:
+    """The observed host peak by kind: weights, master, moments, gradients as planned, staging, and other; {} without a peak.
+
+    staging: whatever else the plan names (pinned copies, activations). other: the observed peak, seen from outside the
+    process, less all of these: libraries, CUDA context, allocator. It is negative where a plan names more than was touched.
+    Without a GPU the host holds both shares of the plan.
+    """
+    if peak_host_bytes is None or not (plan.get("host") or plan.get("device")):
+        return {}
+    split = dict.fromkeys(HOST_KINDS, 0)
+    for share in ("host",) if on_gpu else ("host", "device"):
+        for kind, size in plan.get(share, {}).items():
+            if kind != "other":
+                split[kind if kind in split else "staging"] += size
+    return split | {"other": peak_host_bytes - sum(split.values())}
+
+
 def hashed(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a composed config that can change a measurement: what a cell is known by."""
     kept = {name: value for name, value in config.items() if name not in UNHASHED}
-    kept["measure"] = {name: value for name, value in config["measure"].items() if name != "timeout_s"}
+    kept["measure"] = {name: value for name, value in config["measure"].items() if name not in UNHASHED_MEASURE}
+    if kept["measure"].get("repeat") == 1:  # the cell as it was before there were repeats
+        del kept["measure"]["repeat"]
     kept["machine"] = {"device": config["machine"]["device"]}
     return kept
 
@@ -141,6 +172,11 @@ def hashed(config: Mapping[str, Any]) -> dict[str, Any]:
 def digest(value: Any) -> str:
     """Twelve hex digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def configuration(config: Mapping[str, Any]) -> str:
+    """Digest of what the repeats of one measurement share: all that a cell is known by but the number of the repeat."""
+    return digest(hashed({**config, "measure": {**config["measure"], "repeat": 1}}))
 
 
 def comparison_key(config: Mapping[str, Any]) -> str:
@@ -157,14 +193,19 @@ def compared(row: Row, rows: Sequence[Row]) -> Row:
     if row.status != "ok":
         return row
     key = comparison_key(row.config)
-    alike = [item for item in reversed(rows) if item.system in (REFERENCE, STAND_IN) and comparison_key(item.config) == key]
+    alike = [item for item in reversed(rows) if _stand(item) and comparison_key(item.config) == key]
     name = REFERENCE
     if all(item.status in NO_ROOM for item in alike if item.system == REFERENCE) and any(i.system == REFERENCE for i in alike):
         name = STAND_IN
-    if row.system == name:
+    if row.system == name and _stand(row):
         return dataclasses.replace(row, agrees=True, max_loss_difference=0.0)
     reference = next((item for item in alike if item.system == name and item.status == "ok"), None)
     if reference is None or not row.losses:
         return row
     worst = max(abs(mine - theirs) for mine, theirs in zip(row.losses, reference.losses, strict=False))
     return dataclasses.replace(row, agrees=worst <= LOSS_TOLERANCE, max_loss_difference=worst)
+
+
+def _stand(row: Row) -> bool:
+    """Whether others may be held against this row: REFERENCE, or STAND_IN as it is and none of its presets."""
+    return row.system == REFERENCE or (row.system == STAND_IN and row.preset is None)

@@ -1,11 +1,13 @@
 """The Hydra entry: composes cells, has each measured, reports. Launchers, sweepers and --multirun work unchanged.
 
-Invariant: every cell of a sweep is composed and checked before the first one runs, its system's own options too; what a
-user can get wrong ends in one line on stderr and exit code 2 (HYDRA_FULL_ERROR=1 shows the traceback).
+Invariant: every cell of a sweep is composed and checked before the first one runs, its system's own options too; a sweep over
+measure.repeat goes in rounds, one repeat of everything after the other; what a user can get wrong ends in one line on stderr and
+exit code 2 (HYDRA_FULL_ERROR=1 shows the traceback).
 
     python -m sweeps.run +experiment=quickstart                     # what `make bench` runs
     python -m sweeps.run system=megatrain system.depth=3
     python -m sweeps.run --multirun system=megatrain system.depth=1,2,3 shape=quick
+    python -m sweeps.run +tune=zero3                                # sweeps/tuner.py
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import NoReturn
 
@@ -25,24 +28,43 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from sweeps import auto, study
+from sweeps import auto, study, tuner
 from sweeps.config import Cell
 from sweeps.errors import USER_ERRORS, one_line, parse
 
+REPEAT = "measure.repeat"
+SYSTEMS = auto.CONF / "system"
 PLANNED: list[Cell] = []
 """The cells of this command, in order; empty in a process that a launcher started, and under other sweepers."""
 
 
-def planned_cells(argv: Sequence[str]) -> list[Cell] | None:
-    """Every cell that the command line asks for, validated; None where Hydra only shows something.
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """What a command line asks for."""
 
-    Under a sweeper other than Hydra's basic one only the sweep knows its cells: then the list is empty.
-    """
+    cells: list[Cell] | None = None
+    """Every cell, validated, in order; None where Hydra only shows something, empty where only the sweeper knows."""
+    argv: list[str] = field(default_factory=list)
+    """What Hydra is to be given instead."""
+    tune: str | None = None
+    """The search asked for; its one cell is where it starts."""
+    system: str = ""
+    """The file of conf/system that the search starts from."""
+
+
+def planned_cells(argv: Sequence[str]) -> list[Cell] | None:
+    """`Command.cells` of a command line. ValueError or Hydra's own errors for what is wrong with it."""
+    return command_of(argv).cells
+
+
+def command_of(argv: Sequence[str]) -> Command:
+    """The command that `argv` (without the program's name) stands for, everything in it validated."""
     parser = get_args_parser()
     parser.error = _refuse_flag  # type: ignore[method-assign]
     args = parser.parse_args(list(argv))
     if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion or args.experimental_rerun:
-        return None
+        return Command(argv=list(argv))
+    tuner.require(args.overrides)
     extra = [f"hydra.searchpath=[file://{os.path.abspath(args.config_dir)}]"] if args.config_dir else []
     name = args.config_name or "config"
     parsed = parse(args.overrides)
@@ -50,31 +72,73 @@ def planned_cells(argv: Sequence[str]) -> list[Cell] | None:
         fixed = [item.input_line for item in parsed if not item.is_sweep_override()]
         base = compose(name, [*fixed, *extra], return_hydra_config=True)
         if not args.multirun and base.hydra.mode != RunMode.MULTIRUN:
-            return [study.compose_cell(compose(name, [*args.overrides, *extra]))]
+            return Command(cells=[study.compose_cell(compose(name, [*args.overrides, *extra]))], argv=list(argv))
+        tune = base.hydra.runtime.choices.get("tune")
+        system = str(base.hydra.runtime.choices["system"])
+        if tune:
+            start = study.compose_cell(compose(name, [*fixed, *extra]))
+            return Command(cells=[start], argv=list(argv), tune=tune, system=system)
         if not base.hydra.sweeper._target_.endswith("BasicSweeper"):
-            return []
-        params = [f"{key}={value}" for key, value in (base.hydra.sweeper.params or {}).items()]
-        jobs = BasicSweeper.split_arguments(parse([*params, *args.overrides]), None)[0]
-        return [study.compose_cell(compose(name, [*job, *extra])) for job in jobs]
+            return Command(cells=[], argv=list(argv))
+        overrides = [*(f"{key}={value}" for key, value in (base.hydra.sweeper.params or {}).items()), *args.overrides]
+        if any(override.startswith(f"{REPEAT}=") for override in overrides):
+            overrides = in_rounds(overrides)
+            flags = [argument for argument in argv if argument not in args.overrides]
+            argv = [*flags, *overrides, "hydra.sweeper.params=null"]
+        jobs = BasicSweeper.split_arguments(parse(overrides), None)[0]
+        cells = [(job, study.compose_cell(compose(name, [*job, *extra]))) for job in jobs]
+        return Command(cells=[cell for job, cell in cells if not left_out(cell, _choice(job) or system)], argv=list(argv))
+
+
+def in_rounds(overrides: Sequence[str]) -> list[str]:
+    """One override a key, the last, where the key first stood; a sweep over measure.repeat before all: the first varies slowest."""
+    last = {override.partition("=")[0]: override for override in overrides}
+    first = [last.pop(REPEAT)] if REPEAT in last else []
+    return [*first, *last.values()]
+
+
+def left_out(cell: Cell, choice: str | None) -> bool:
+    """Whether a further repeat is not meant for this system (measure.repeated); `choice` is its file in conf/system."""
+    repeated = cell.measure.repeated
+    files = sorted(str(path.relative_to(SYSTEMS).with_suffix("")) for path in SYSTEMS.rglob("*.yaml"))
+    for system in repeated:
+        if system not in files:
+            raise ValueError(f"measure.repeated: got {system!r}, allowed {', '.join(files)}; choose among these")
+    return cell.measure.repeat > 1 and bool(repeated) and choice not in repeated
+
+
+def _choice(job: Sequence[str]) -> str | None:
+    """The file of conf/system that a job names."""
+    return next((item.partition("=")[2] for item in reversed(job) if item.startswith("system=")), None)
 
 
 def _refuse_flag(message: str) -> NoReturn:
     raise ValueError(f"command line: got {message}, allowed key=value and Hydra's own flags; see python -m sweeps.run --help")
 
 
-def _label() -> str:
+def _label(cell: Cell) -> str:
+    hashes = [planned.hash for planned in PLANNED]
+    if cell.hash in hashes:
+        return f"[{hashes.index(cell.hash) + 1}/{len(hashes)}]"
     config = HydraConfig.get()
-    number = int(config.job.num) + 1 if config.mode == RunMode.MULTIRUN else 1
-    return f"[{number}/{len(PLANNED)}]" if PLANNED else f"[{number}]"
+    return f"[{int(config.job.num) + 1 if config.mode == RunMode.MULTIRUN else 1}]"
 
 
 @hydra.main(config_path=str(auto.CONF), config_name="config", version_base="1.3")
-def _job(cfg: DictConfig) -> None:
+def _job(cfg: DictConfig) -> float:
+    """Tokens/s, which a search maximises: 0 without a number."""
+    choices = HydraConfig.get().runtime.choices
     try:
-        study.run_cell(study.compose_cell(cfg), _label())
+        cell = study.compose_cell(cfg)
+        if left_out(cell, choices.get("system")):
+            return 0.0
+        return study.run_cell(tuner.pruned(cell) if choices.get("tune") else cell, _label(cell)).tokens_per_s or 0.0
     except USER_ERRORS as error:
         if _full_error():
             raise
+        if choices.get("tune") and isinstance(error, ValueError):  # two knobs that do not go together
+            print(f"refused: {one_line(error)}", flush=True)
+            return 0.0
         fail(error)  # SystemExit passes Hydra, which would run the other jobs before it raised this
 
 
@@ -100,10 +164,15 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     auto.register()
     try:
-        cells = planned_cells(sys.argv[1:])
-        study.check(cells or [])
-        PLANNED[:] = cells or []
+        command = command_of(sys.argv[1:])
+        study.check(command.cells or [])
+        PLANNED[:] = command.cells or []
+        sys.argv[1:] = command.argv
+        if command.tune:
+            study.run_cell(PLANNED[0], "default,")
         _job()
+        if command.tune:
+            return tuner.finish(PLANNED[0], command.tune, command.system)
         return study.finish(PLANNED) if PLANNED else 0
     except BrokenPipeError:  # the reader (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

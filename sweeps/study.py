@@ -23,11 +23,13 @@ from sweeps.config import Cell, cell_from
 from sweeps.data import batches, corpus_of
 from sweeps.isolate import Event, Outcome, run_isolated
 from sweeps.memory import device_sampler
-from sweeps.result import BENCH_VERSION, Row, compared, read_rows
+from sweeps.result import BENCH_VERSION, Row, compared, host_split, read_rows
 from sweeps.sinks import ConsoleSink, JsonlSink, Sink, wandb_sink
 
 RETRIED = ("error", "timeout", "oom_host", "unsupported", "wont_fit")
 """Statuses that another run may change: installing, freeing memory, raising a limit. The others stand."""
+REFUSED: dict[str, Outcome] = {}
+"""By hash, the cells of this command that `check` found no room for."""
 
 
 def compose_cell(cfg: DictConfig) -> Cell:
@@ -41,10 +43,13 @@ def compose_cell(cfg: DictConfig) -> Cell:
 
 
 def check(cells: Sequence[Cell]) -> None:
-    """ValueError, one line, for a cell of a sweep that its system would refuse; a cell alone says so itself at once."""
+    """ValueError, one line, for a cell of a sweep that its system would refuse; a cell alone says so itself at once.
+
+    Cells without room are found by the way, and cost no process later.
+    """
     new = [cell for cell in cells if not _stands(latest(cell.rows_path, cell.hash))]
     if len(cells) > 1 and new:
-        refuse(new)
+        REFUSED.update(refuse(new))
 
 
 def rows_of(path: Path) -> list[Row]:
@@ -95,9 +100,11 @@ def run_cell(cell: Cell, label: str) -> Row:
 
 def _measure(cell: Cell, log: Path, sinks: Sequence[Sink]) -> Row:
     started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    peak = ceilings.cached_matrix_peak(cell.output_dir, cell.machine.device)
     for sink in sinks:
         sink.start(cell)
+    if cell.hash in REFUSED:
+        return row_of(cell, REFUSED[cell.hash], started_at=started_at, machine=environment.machine(cell.machine, None))
+    peak = ceilings.cached_matrix_peak(cell.output_dir, cell.machine.device)
 
     def tell(event: Event) -> None:
         for sink in sinks:
@@ -110,7 +117,7 @@ def _measure(cell: Cell, log: Path, sinks: Sequence[Sink]) -> Row:
         timeout_s=cell.measure.timeout_s,
         device=device_sampler(cell.machine.device),
         on_event=tell,
-        env=environment.cell_variables(),
+        env=environment.cell_variables(cell.omp_num_threads),
     )
     row = row_of(cell, outcome, started_at=started_at, machine=environment.machine(cell.machine, peak))
     return compared(row, rows_of(cell.rows_path))
@@ -121,11 +128,13 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
     plan, predicted, done = outcome.last("plan"), outcome.last("predicted"), outcome.last("done")
     read = [event for event in outcome.events if event["event"] == "losses"]
     windows = [event for event in read if event["seconds"] is not None]
-    measured = outcome.status == "ok"
+    measured, on_gpu = outcome.status == "ok", cell.machine.device == "cuda"
     tokens_per_s = sum(item["num_tokens"] for item in windows) / sum(item["seconds"] for item in windows) if measured else None
-    num_params = plan.get("num_params")
-    tflops = 6 * num_params * tokens_per_s / 1e12 if tokens_per_s and num_params else None
-    peak = machine.get("matrix_peak_tflops")
+    tflops = {
+        name: flops * tokens_per_s / 1e12
+        for name, flops in plan.get("flops_per_token", {}).items()
+        if flops is not None and tokens_per_s is not None
+    }
     memory = {
         "allocated": done.get("allocated_bytes"),
         "reserved": done.get("reserved_bytes"),
@@ -140,19 +149,23 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
         seq_len=cell.shape.seq_len,
         num_micro_batches=cell.shape.num_micro_batches,
         status=outcome.status,
-        reason=outcome.reason,
+        reason=outcome.reason or _stopped(cell, len(windows), measured),
         preset=cell.options.get("preset"),
-        num_params=num_params,
+        num_params=plan.get("num_params"),
         tokens_per_s=tokens_per_s,
         step_s=[item["seconds"] / cell.measure.steps_per_window for item in windows] if measured else [],
-        tflops_6p=tflops,
-        mfu=tflops / peak if tflops and peak else None,
+        tflops_6p=tflops.get("6p"),
+        tflops_6p_causal=tflops.get("6p_causal"),
+        tflops_paper=tflops.get("paper"),
+        mfu=_share(tflops.get("6p"), machine.get("matrix_peak_tflops")),
+        mfu_datasheet=_share(tflops.get("6p"), machine.get("datasheet_tflops")),
         losses=[loss for event in read for loss in event["losses"]],
         dtypes=dict(plan.get("dtypes", {})),
         peak_device_bytes=memory["allocated"],
         device_bytes={kind: value for kind, value in memory.items() if value is not None},
         peak_host_bytes=outcome.peak_host_bytes,
         host_bytes=outcome.peak_host,
+        host_split=host_split(plan.get("plan", {}), outcome.peak_host_bytes, on_gpu=on_gpu) if measured else {},
         plan=plan.get("plan", {}) | predicted.get("prediction", {}),
         counters=dict(done.get("counters", {})),
         machine=machine,
@@ -161,6 +174,16 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
         started_at=started_at,
         config=dict(cell.config),
     )
+
+
+def _share(tflops: float | None, peak: float | None) -> float | None:
+    return tflops / peak if tflops and peak else None
+
+
+def _stopped(cell: Cell, num_windows: int, measured: bool) -> str:
+    if not measured or num_windows == cell.measure.windows:
+        return ""
+    return f"stopped after {num_windows} of {cell.measure.windows} windows: slower than {cell.measure.stop_below:,.0f} tokens/s"
 
 
 def tidy(output_dir: Path) -> None:

@@ -233,6 +233,41 @@ def test_a_model_that_does_not_fit_is_a_row(tmp_path: Path) -> None:
     assert row.reason in done.stderr
 
 
+def test_what_has_no_room_in_a_sweep_is_a_row_without_a_process(tmp_path: Path) -> None:
+    systems = ["--multirun", "system=in_memory,fsdp2,megatrain", "model=qwen2.5-32b", "machine.host_bytes=1000000"]
+    done = sweep(tmp_path, *systems, "logging=none")
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert done.returncode == 1
+    assert verdicts(rows) == [(system, "wont_fit") for system in ("in_memory", "fsdp2", "megatrain")], done
+    assert not (tmp_path / "logs").exists(), "a cell was started"
+    for row in rows:
+        assert row.num_params == 32_763_876_352
+        assert row.plan["host"] or row.plan["device"]
+        assert "allowed 1,000,000" in row.reason
+
+
+def test_repeats_are_measured_in_rounds_and_reported_as_one(tmp_path: Path) -> None:
+    """in_memory once, the engine in every round; started again, nothing is measured again."""
+    axes = ["--multirun", "system=in_memory,megatrain", "measure.repeat=1,2", "measure.repeated=[megatrain]"]
+    done = sweep(tmp_path, *axes, *SMALL, "logging=none")
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert verdicts(rows) == [("in_memory", "ok"), ("megatrain", "ok"), ("megatrain", "ok")], done
+    assert [row.config["measure"]["repeat"] for row in rows] == [1, 1, 2]
+    assert len({row.cell for row in rows}) == 3
+    assert rows[1].losses == rows[2].losses
+    assert rows[2].agrees
+    assert "[3/3] megatrain" in done.stdout
+    assert len(re.findall(r"^.*MegaTrain .*yes", done.stdout, re.MULTILINE)) == 1
+    for row in rows:
+        assert row.tflops_6p_causal is not None
+        assert row.tflops_6p is not None
+        assert row.tflops_6p < row.tflops_6p_causal < (row.tflops_paper or 0)
+        assert sum(row.host_split.values()) == row.peak_host_bytes
+    again = sweep(tmp_path, *axes, *SMALL, "logging=none")
+    assert again.stdout.count("skipped") == 3
+    assert len(read_rows(tmp_path / "rows.jsonl")) == 3
+
+
 def test_interrupting_leaves_no_row_and_no_cell(tmp_path: Path) -> None:
     with first_step_of(tmp_path, "system=in_memory", *SMALL, "measure.windows=9999") as (parent, child):
         parent.send_signal(signal.SIGINT)

@@ -54,7 +54,7 @@ def forever():
         yield Batch(tokens=tokens, labels=torch.where(torch.arange(4) == 3, -100, tokens))
 
 
-def run(system: Recorder, **fields: int) -> tuple[bench.Measurement, list[dict]]:
+def run(system: Recorder, **fields: float) -> tuple[bench.Measurement, list[dict]]:
     events: list[dict] = []
     spec = Measure(**{"warmup_steps": 2, "windows": 2, "steps_per_window": 3, **fields})
     measured = bench.measure(
@@ -71,6 +71,12 @@ def test_windows_lie_between_drains() -> None:
     assert measured.step_s == [3.5 / 3] * 2
     assert measured.tokens_per_s == 36 / 7  # 6 label tokens a step: the ignored ones are not counted
     assert measured.losses == [float(number) for number in range(8)]
+
+
+def test_a_slow_first_window_is_the_last() -> None:
+    for stop_below, windows in ((5.2, 1), (5.1, 2)):  # 18 label tokens in 3.5 s are 5.14 a second
+        measured, _ = run(Recorder(), stop_below=stop_below)
+        assert len(measured.window_s) == windows
 
 
 def test_a_nan_is_reported_and_raised() -> None:
@@ -131,8 +137,9 @@ def test_rows_round_trip_with_nan(tmp_path: Path) -> None:
 
 def test_mirror_history_is_the_row() -> None:
     config = {"measure": {"warmup_steps": 1, "steps_per_window": 2}}
-    steps = list(mirror.history(Row(**ROW, cell="a", losses=[3.0, 2.0, 1.0], step_s=[0.5], config=config)))
-    assert steps == [(0, {"loss": 3.0}), (1, {"loss": 2.0}), (2, {"loss": 1.0, "step_s": 0.5, "tokens_per_s": 32.0})]
+    row = Row(**ROW, cell="a", losses=[3.0, 2.0, 1.0], step_s=[0.5], tokens_per_s=28.0, config=config)  # 14 of 16 are labels
+    steps = list(mirror.history(row))
+    assert steps == [(0, {"loss": 3.0}), (1, {"loss": 2.0}), (2, {"loss": 1.0, "step_s": 0.5, "tokens_per_s": 28.0})]
 
 
 def test_agreement_is_with_the_reference_of_the_same_config() -> None:

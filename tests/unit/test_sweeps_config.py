@@ -9,12 +9,12 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from sweeps import auto
+from sweeps import auto, environment
 from sweeps.config import Cell, cell_from
 from sweeps.result import comparison_key
 
 GROUPS = {folder.name: sorted(item.stem for item in folder.glob("*.yaml")) for folder in auto.CONF.iterdir() if folder.is_dir()}
-NOT_ALONE = ("ablation", "experiment", "rates", "rung")
+NOT_ALONE = ("ablation", "experiment", "rates", "rung", "tune")
 CHOICES = [(group, name) for group, names in GROUPS.items() for name in names if group not in NOT_ALONE]
 PUBLISHED = {"tiny": 5.62e6, "qwen2.5-0.5b": 0.494e9, "qwen2.5-1.5b": 1.544e9, "qwen2.5-3b": 3.086e9, "qwen2.5-7b": 7.616e9}
 PUBLISHED |= {"qwen2.5-14b": 14.77e9, "qwen2.5-32b": 32.76e9}
@@ -59,13 +59,33 @@ def test_model_sizes_are_the_published_ones(model: str, published: float) -> Non
     assert count_params(composed(f"model={model}").model).total == pytest.approx(published, rel=2e-3)
 
 
-@pytest.mark.parametrize("same", ["logging=none", "output_dir=x", "measure.timeout_s=1.5", "machine.host_bytes=9"])
+SAME = [
+    "logging=none",
+    "output_dir=x",
+    "measure.timeout_s=1.5",
+    "machine.host_bytes=9",
+    "measure.stop_below=3",
+    "measure.repeated=[fsdp2]",
+]
+
+
+@pytest.mark.parametrize("same", SAME)
 def test_hash_ignores(same: str) -> None:
     assert composed(same).hash == composed().hash
 
 
 @pytest.mark.parametrize(
-    "other", ["system.depth=3", "seed=1", "shape.seq_len=32", "recipe.lr=1", "measure.windows=2", "model.config.rms_norm_eps=1"]
+    "other",
+    [
+        "+system.num_micro_batches=2",
+        "measure.repeat=2",
+        "system.depth=3",
+        "seed=1",
+        "shape.seq_len=32",
+        "recipe.lr=1",
+        "measure.windows=2",
+        "model.config.rms_norm_eps=1",
+    ],
 )
 def test_hash_covers(other: str) -> None:
     assert composed(other).hash != composed().hash
@@ -91,6 +111,10 @@ def test_comparison_key_spans_systems_of_one_dtype() -> None:
         ("+shape.foo=1", "shape.foo: got 1, allowed fields batch_size"),
         ("+experimnt=quickstart", "experimnt: got 'quickstart', allowed"),
         ("model.config.vocab_size=100", "model.config.vocab_size: got 100, allowed >= 256"),
+        ("measure.repeat=0", "measure.repeat: got 0, allowed >= 1"),
+        ("measure.stop_below=-1", "measure.stop_below: got -1.0, allowed >= 0"),
+        ("+system.num_micro_batches=3", "system.num_micro_batches: got 3, allowed a divisor of shape.batch_size (2)"),
+        ("+system.omp_num_threads=-1", "system.omp_num_threads: got -1, allowed >= 0"),
     ],
 )
 def test_invalid_values_name_their_path(override: str, message: str) -> None:
@@ -98,6 +122,14 @@ def test_invalid_values_name_their_path(override: str, message: str) -> None:
         composed(override)
     assert str(error.value).startswith(message)
     assert "\n" not in str(error.value)
+
+
+def test_a_system_may_cut_the_step_and_count_its_threads_by_itself() -> None:
+    cell = composed("shape.batch_size=4", "+system.num_micro_batches=2", "+system.omp_num_threads=3")
+    assert (cell.shape.num_micro_batches, cell.spec().shape.num_micro_batches, cell.omp_num_threads) == (2, 2, 3)
+    assert "num_micro_batches" not in cell.options
+    assert comparison_key(cell.config) == comparison_key(composed("shape.batch_size=4").config)  # the same step of the same batch
+    assert environment.cell_variables(3)["OMP_NUM_THREADS"] == "3"
 
 
 def plan_here(command: list[str], *, input: str, **_: object) -> subprocess.CompletedProcess[str]:

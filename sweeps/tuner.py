@@ -1,0 +1,132 @@
+"""The search for a system's fastest knobs on this machine: what may be tried is in conf/tune, what was found in conf/system/tuned.
+
+Invariant: every search has the same budget and timing (a test compares them) and starts from the system as it is, so what is
+written was at least as fast here; a trial without a number counts as 0 tokens/s and stops nothing. A trial whose first window is
+slower than PRUNE of the best so far ends there.
+
+    python -m sweeps.run +tune=zero3 model=qwen2.5-14b shape=b32x1024
+    python -m sweeps.run system=tuned/zero3-h200-64cores model=qwen2.5-14b shape=b32x1024
+
+Trials are cells like any other: stopped and started again, a search repeats none that has its number (its sampler is seeded).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from sweeps import auto, environment, study
+from sweeps.config import Cell
+from sweeps.result import Row, comparison_key, hashed
+
+PLUGIN = "hydra_plugins.hydra_optuna_sweeper"
+PRUNE = 0.9
+TUNED = auto.CONF / "system" / "tuned"
+
+
+def require(overrides: Sequence[str]) -> None:
+    """ValueError where a search is asked for without the packages it needs."""
+    asked = [override for override in overrides if override.lstrip("+").startswith("tune=")]
+    if asked and importlib.util.find_spec(PLUGIN) is None:
+        raise ValueError(
+            f"tune: got {asked[-1].partition('=')[2]!r}, allowed where hydra-optuna-sweeper is installed; "
+            "run pip install -c constraints.txt -e '.[tune]'"
+        )
+
+
+def trials(start: Cell) -> list[Row]:
+    """The latest row of every trial of the search that starts at `start`: same system, work and timing, on this machine."""
+    alike: dict[str, Row] = {}
+    for row in study.rows_of(start.rows_path):
+        same_work = comparison_key(row.config) == comparison_key(start.config) and row.system == start.system
+        same_timing = hashed(row.config)["measure"] == hashed(start.config)["measure"]
+        if same_work and same_timing and slug(row.machine) == slug(environment.machine(start.machine, None)):
+            alike[row.cell] = row
+    return list(alike.values())
+
+
+def best_of(rows: Sequence[Row]) -> Row | None:
+    """The fastest measured row."""
+    return max((row for row in rows if row.tokens_per_s), key=lambda row: row.tokens_per_s or 0.0, default=None)
+
+
+def pruned(cell: Cell) -> Cell:
+    """The same cell, told to end after its first window where that is well below the best trial so far."""
+    best = best_of(trials(cell))
+    if best is None or best.tokens_per_s is None:
+        return cell
+    measure = replace(cell.measure, stop_below=PRUNE * best.tokens_per_s)
+    config = {**cell.config, "measure": {**cell.config["measure"], "stop_below": measure.stop_below}}
+    return replace(cell, measure=measure, config=config)
+
+
+def slug(machine: Mapping[str, Any]) -> str:
+    """GPU (or cpu) and cores of a row's machine, `h200-16cores`: what knobs depend on, and no host's name."""
+    gpu = str(machine.get("gpu") or "cpu").removeprefix("NVIDIA ")
+    return f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}-{machine['num_cores']}cores"
+
+
+def machine_of(row: Row) -> str:
+    """GPU and cores in words."""
+    return f"{row.machine.get('gpu') or 'a CPU'} with {row.machine['num_cores']} cores"
+
+
+def finish(start: Cell, name: str, choice: str, folder: Path = TUNED) -> int:
+    """Write the winner and the trials, say where and how to use them; the exit code.
+
+    name: of the search; choice: the file of conf/system that it started from.
+    """
+    rows = trials(start)
+    best, default = best_of(rows), next((row for row in rows if row.cell == start.hash), None)
+    if best is None or best.tokens_per_s is None:
+        print(
+            f"tune={name}: none of {len(rows)} trials has a number, so nothing is written; see {start.rows_path}", file=sys.stderr
+        )
+        return 1
+    stem = f"{name}-{slug(best.machine)}"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{stem}.yaml"
+    path.write_text(overlay(best, choice, len(rows)))
+    path.with_suffix(".jsonl").write_text("".join(json.dumps(trial(row)) + "\n" for row in rows))
+    gain = f", {best.tokens_per_s / default.tokens_per_s:.2f}x of {choice}" if default and default.tokens_per_s else ""
+    print(f"best of {len(rows)} trials: {best.tokens_per_s:,.0f} tokens/s{gain}")
+    print(f"written: {path} and {path.with_suffix('.jsonl').name}; use it as system=tuned/{stem}")
+    return 0
+
+
+def trial(row: Row) -> dict[str, Any]:
+    """What is kept of one trial."""
+    kept = ("cell", "status", "tokens_per_s", "step_s", "peak_device_bytes", "peak_host_bytes", "git_commit", "started_at")
+    return {name: getattr(row, name) for name in kept} | {"system": row.config["system"]}
+
+
+def overlay(best: Row, choice: str, num_trials: int) -> str:
+    """The winner as a file of conf/system on top of the one that the search started from: what differs, beside what it was."""
+    with initialize_config_dir(str(auto.CONF), version_base="1.3"):
+        before: Any = OmegaConf.to_container(compose("config", [f"system={choice}"]).system, resolve=True)
+    found = {key: value for key, value in best.config["system"].items() if key != "preset" and before.get(key) != value}
+    versions = ", ".join(f"{name} {best.versions[name]}" for name in ("torch", "deepspeed") if name in best.versions)
+    lines = [
+        f"# {choice} as found by {num_trials} trials on {machine_of(best)}:",
+        f"# {best.model}, {best.batch_size} x {best.seq_len} tokens, {best.tokens_per_s:,.0f} tokens/s ({versions}).",
+        "# The trials are in the .jsonl beside this file; written by sweeps/tuner.py.",
+        "defaults:",
+        f"  - /system/{choice}@_here_",
+        "  - _self_",
+        "",
+        "# Label of the settings below in rows and figures.",
+        "preset: tuned",
+    ]
+    for key, value in found.items():
+        origin = json.dumps(before[key]) if key in before else "not set"
+        lines += [f"# Before: {origin}.", f"{key}: {json.dumps(value)}"]
+    return "\n".join(lines) + "\n"
