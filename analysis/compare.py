@@ -40,6 +40,8 @@ class Standing:
     host_bytes_per_param: float | None
     plan_device_bytes: int | None
     plan_host_bytes: int | None
+    plan: dict[str, Any]
+    """As the row has it: planned bytes by kind, and seconds a step where the system predicts them."""
     final_loss: float | None
     losses: list[float]
     max_loss_difference: float | None
@@ -93,7 +95,7 @@ class Comparison:
 
 def compare(frame: pd.DataFrame) -> Comparison:
     """Standings of the rows of one group (`load.groups`); no row is dropped."""
-    standings = [_standing(record) for record in frame.to_dict("records")]
+    standings = [standing_of(record) for record in frame.to_dict("records")]
     checked = any(standing.agrees is not None for standing in standings if not standing.is_reference)
     standings = [_ranked(standing, checked) for standing in standings]
     baseline = _fastest([one for one in standings if one.system == BASELINE and one.measured and not one.differs])
@@ -201,7 +203,8 @@ def _numbered(standings: list[Standing]) -> list[Standing]:
     return [replace(one, variant=families[one.system].index(index)) for index, one in enumerate(standings)]
 
 
-def _standing(record: Mapping[Hashable, Any]) -> Standing:
+def standing_of(record: Mapping[Hashable, Any]) -> Standing:
+    """One record of the frame as a standing by itself: no ratio, no rank, no variant."""
     known = {str(key): value for key, value in record.items() if isinstance(value, list | dict) or not pd.isna(value)}
     step_s = [float(second) for second in known["step_s"]]
     return Standing(
@@ -218,6 +221,7 @@ def _standing(record: Mapping[Hashable, Any]) -> Standing:
         host_bytes_per_param=known.get("host_bytes_per_param"),
         plan_device_bytes=known.get("plan_device_bytes"),
         plan_host_bytes=known.get("plan_host_bytes"),
+        plan=known["plan"],
         final_loss=known.get("final_loss"),
         losses=known["losses"],
         max_loss_difference=known.get("max_loss_difference"),
