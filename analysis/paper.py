@@ -9,6 +9,7 @@ trust: P the paper's own words; S2 two or more independent notes on it agree; S1
 from __future__ import annotations
 
 import csv
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,11 +113,8 @@ def layers(cell: Cell) -> int:
 def _same(claim: Claim, cell: Cell) -> bool:
     if cell.standing.system not in OURS.get(claim.system, (claim.system,)) or cell.seq_len != claim.seq_len:
         return False
-    if (
-        claim.study == "other_gpus"
-        and claim.hardware.split()[0] not in cell.machine
-        and claim.hardware.split()[1] not in cell.machine
-    ):
+    gpu = re.search(r"[A-Z]*\d{3,}", claim.hardware)
+    if claim.study == "other_gpus" and gpu is not None and gpu.group() not in cell.machine:
         return False
     if claim.study == "depth":
         return layers(cell) == claim.num_layers and cell.config.get("model.config.hidden_size") == HIDDEN
@@ -183,18 +181,7 @@ def value_text(claim: Claim) -> str:
 def table(frame: pd.DataFrame, study: str | None = None) -> Sheet:
     """Every claim (of one study) beside what was measured; flags and conventions as caveats below."""
     cells, told = cells_in(frame), [one for one in claims() if study in (None, one.study)]
-    title = [
-        "study",
-        "system",
-        "setting",
-        "hardware",
-        "paper",
-        "unit",
-        "formula",
-        "trust",
-        "measured here (95% interval)",
-        "source",
-    ]
+    title = ["study", "system", "setting", "hardware", "paper", "unit", "formula", "trust", "measured here", "source"]
     body, groups = [], studies(frame)
     for one in told:
         change = setting_change(groups, one.setting) if one.metric == "change" else None
@@ -206,6 +193,7 @@ def table(frame: pd.DataFrame, study: str | None = None) -> Sheet:
         row = [one.study.replace("_", " "), style.name_of(one.system), shape, one.hardware, value_text(one)]
         body.append([*row, unit.get(one.metric, one.metric), one.formula or "—", one.trust, here or "—", source])
     machines = "; ".join(sorted(set(frame["machine_name"])))
-    notes = [f"Measured on {machines}, under 6P unless the paper's formula is {ATTENTION}; batches are not the paper's."]
+    formula = f"under 6P unless the paper's formula is {ATTENTION}"
+    notes = [f"Measured on {machines}, with 95% intervals, {formula}; batches are not the paper's."]
     notes += [f"† {one.system} {one.model} {one.setting or one.seq_len or ''}: {one.flag}." for one in told if one.flag]
     return Sheet(cells=[title, *body], align="llllrlllll", notes=list(dict.fromkeys(notes)))

@@ -257,7 +257,7 @@ def value_grid(axes: Axes, axis: str) -> None:
     axes.grid(True, axis="x" if axis == "x" else "y")
 
 
-def png(figure: Figure, dpi: int = 130) -> bytes:
+def png(figure: Figure, dpi: int = 110) -> bytes:
     """The figure as a small PNG, for notebooks."""
     buffer = io.BytesIO()
     with context():

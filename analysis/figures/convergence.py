@@ -15,22 +15,21 @@ from analysis.figures.quickstart import difference_panel, heading, loss_panel
 
 
 def figure(frame: pd.DataFrame) -> Figure:
-    """Two panels, in one column, from the rows of one group (`load.groups`)."""
+    """One column from the rows of one group (`load.groups`): losses, and below them the differences where there is a reference."""
     comparison = compare(frame)
     reference = comparison.reference
+    compared = reference is not None and sum(bool(one.losses) for one in comparison.standings) > 1
     with style.context():
-        drawn = style.new_figure(style.COLUMN_IN, 3.3)
-        loss, difference = drawn.subplots(2, 1, sharex=True, height_ratios=[1.5, 1])
-        loss_panel(loss, comparison)
-        loss.set_xlabel("")
-        if reference is not None and sum(bool(one.losses) for one in comparison.standings) > 1:
+        drawn = style.new_figure(style.COLUMN_IN, 3.3 if compared else 2.4)
+        if compared and reference is not None:
+            loss, difference = drawn.subplots(2, 1, sharex=True, height_ratios=[1.5, 1])
             difference_panel(difference, comparison, reference)
             difference.set_title(f"Difference from {reference.label}")
             difference.set_ylabel("nats / token")
         else:
-            difference.text(0.5, 0.5, "no reference was measured", transform=difference.transAxes, ha="center", color=style.MUTED)
-            difference.set_yticks([])
-            difference.set_xlabel("optimizer step")
+            loss = drawn.subplots()
+        loss_panel(loss, comparison)
+        loss.set_xlabel("" if compared else "optimizer step (no reference was measured)")
         legend = loss.get_legend()
         if legend is not None:
             handles = [line for line in loss.get_lines() if not str(line.get_label()).startswith("_")]

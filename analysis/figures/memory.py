@@ -6,6 +6,7 @@ planned bytes are stacked by kind, and are drawn of cells that were refused too,
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ def figure(frame: pd.DataFrame) -> Figure:
         panels = drawn.subplots(1, len(places), sharey=True, squeeze=False)[0]
         for axes, place in zip(panels, places, strict=True):
             panel(axes, standings, [plan.get(place, {}) for plan in plans], place, _limit(frame, place))
-        panels[0].set_yticks(range(len(standings)), [one.label for one in standings])
+        panels[0].set_yticks(range(len(standings)), ["\n".join(textwrap.wrap(one.label, 24)) for one in standings])
         panels[0].set_ylim(len(standings) - 0.45, -0.6)
         drawn.legend(handles=_legend(plans), loc="outside lower center", ncols=6 if comparison.on_gpu else 3, columnspacing=1.2)
         title = heading(frame) if comparison.on_gpu else str(frame.iloc[0]["model"])

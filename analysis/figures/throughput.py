@@ -48,9 +48,9 @@ def _power(count: int) -> str:
 def _held_batch(cells: list[Cell]) -> str:
     """What stays of the batch while sequences get longer."""
     batches, tokens = {one.batch_size for one in cells}, {one.batch_size * one.seq_len for one in cells}
-    return (
-        f"batch {cells[0].batch_size}" if len(batches) == 1 else f"{tokens.pop():,} tokens" if len(tokens) == 1 else "batch varies"
-    )
+    if len(batches) == 1:
+        return f"batch {cells[0].batch_size}"
+    return f"{tokens.pop():,} tokens" if len(tokens) == 1 else "batch varies"
 
 
 SCALES: dict[str, Scale] = {
