@@ -38,7 +38,8 @@ def figure(frame: pd.DataFrame) -> Figure:
             panel(axes, standings, [plan.get(place, {}) for plan in plans], place, _limit(frame, place))
         panels[0].set_yticks(range(len(standings)), ["\n".join(textwrap.wrap(one.label, 24)) for one in standings])
         panels[0].set_ylim(len(standings) - 0.45, -0.6)
-        drawn.legend(handles=_legend(plans), loc="outside lower center", ncols=6 if comparison.on_gpu else 3, columnspacing=1.2)
+        if any(any(plan.values()) for plan in plans):
+            drawn.legend(handles=_legend(plans), loc="outside lower center", ncols=6 if comparison.on_gpu else 3, columnspacing=1.2)
         title = heading(frame) if comparison.on_gpu else str(frame.iloc[0]["model"])
         drawn.suptitle(f"{title}, {frame.iloc[0]['machine_name']}" if comparison.on_gpu else title, **SUBTITLE)
     return drawn
@@ -70,7 +71,7 @@ def panel(axes: Axes, standings: Sequence[Standing], plans: Sequence[dict[str, i
         axes.text(limit / 1e9, 1.0, f"has {limit / 1e9:.0f}", transform=top, ha="center", va="bottom", fontsize=6)
         ends.append(limit / 1e9)
     axes.set_xlim(0, 1.14 * (max(ends) or 1.0))
-    axes.set_title(f"{place.capitalize()}, observed above plan", pad=11)
+    axes.set_title(f"{place.capitalize()}, observed{' above plan' if any(plans) else ''}", pad=11)
     axes.set_xlabel("peak, GB (10⁹ bytes)")
     axes.tick_params(axis="y", length=0)
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
