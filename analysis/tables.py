@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from analysis.compare import BASELINE, Comparison, Standing, notes
+from analysis.compare import BASELINE, CPU_NOTE, Comparison, Standing, notes
 from analysis.stats import Estimate
 from analysis.studies import Study, change, named, percent, rung_name, worded
 from analysis.style import name_of
@@ -48,6 +48,10 @@ def _speed(standing: Standing) -> str | None:
     if not standing.measured or standing.speed is None:
         return standing.status_label
     return f"{standing.speed.value:,.0f}" if standing.speed.value >= 100 else f"{standing.speed.value:.3g}"
+
+
+def _tflops(standing: Standing) -> str | None:
+    return _number(standing.tflops, ",.0f" if (standing.tflops or 0) >= 10 else ".2g")
 
 
 def _host(standing: Standing) -> str | None:
@@ -84,7 +88,7 @@ COLUMNS: tuple[Column, ...] = (
     Column(title="tokens/s", cell=_speed),
     Column(title=f"ratio to\n{name_of(BASELINE)}", cell=lambda one: _ratio(one.ratio)),
     Column(title="95%\ninterval", cell=_interval, drop=1),
-    Column(title="TFLOPS\n6P", cell=lambda one: _number(one.tflops, ",.0f" if (one.tflops or 0) >= 10 else ".2g"), drop=3),
+    Column(title="TFLOPS\n6P", cell=_tflops, drop=3),
     Column(title="MFU", cell=lambda one: _number(one.mfu, ".1%"), drop=4),
     Column(title="device\nGB", cell=lambda one: _gigabytes(one.device_bytes), drop=9),
     Column(title="host\nGB", cell=lambda one: _gigabytes(one.host_bytes), drop=8),
@@ -156,15 +160,20 @@ def study_sheet(study: Study) -> Sheet:
         words = [rung_name(one.preset or "")] if rungs else [worded(key, value) for key, value in one.factors.items()]
         speed = _speed(mine) if one.predicted is None else f"{one.predicted.value:,.0f} predicted"
         ends = None if gap is None or gap.lo is None or gap.hi is None else f"{percent(gap.lo)} to {percent(gap.hi)}"
-        numbers = [speed, None if gap is None else percent(gap.value), ends, _number(mine.tflops, ",.0f")]
+        numbers = [speed, None if gap is None else percent(gap.value), ends, _tflops(mine)]
         body.append([*words, *[cell or NOTHING for cell in (*numbers, _gigabytes(mine.device_bytes), _host(mine), _agrees(mine))]])
         told_of = ", ".join(words)
         caveats += [f"{told_of}: {mine.status_label}: {mine.reason}"] if mine.reason else []
         caveats += [f"{told_of}: numerics differ from the reference; not compared"] if mine.differs else []
         caveats += [f"{told_of}: predicted by the cost model, not measured"] if one.predicted else []
+    if study.machine.startswith("CPU only"):
+        caveats.append(CPU_NOTE)
     best = frozenset(number for number, one in enumerate(study.cells, 1) if one is study.best)
     title += ["TFLOPS 6P", "device GB", "host GB", "agrees"]
-    return Sheet(cells=[title, *body], align=f"{'l' * len(told)}rrrrrrl", best=best, notes=caveats)
+    align = f"{'l' * len(told)}rrrrrrl"
+    kept = [at for at in range(len(title)) if at <= len(told) or any(line[at] != NOTHING for line in body)]
+    table = [[line[at] for at in kept] for line in (title, *body)]
+    return Sheet(cells=table, align="".join(align[at] for at in kept), best=best, notes=caveats)
 
 
 def markdown(comparison: Comparison) -> str:

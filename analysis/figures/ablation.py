@@ -100,7 +100,7 @@ def _value_ticks(axes: Axes, study: Study) -> None:
         side.set_visible(False)
 
 
-AXES = {"system.depth": "buffer depth (slots)", "system.streams": "streams"}
+AXES = {"system.depth": "depth (slots)", "system.streams": "streams"}
 """What an axis says where the field's name is not enough."""
 
 

@@ -9,9 +9,10 @@ import pandas as pd
 import pytest
 
 from analysis import effects, load, studies, tables
+from analysis.compare import CPU_NOTE
 from analysis.studies import Study, study_of
 from sweeps.result import Row
-from tests.unit.test_analysis_load import cpu_rows, h200_rows, row
+from tests.unit.test_analysis_load import CPU, cpu_rows, h200_rows, row
 
 RUNGS = ("0_paper", "1_own_slabs", "2_overlap", "6_fast")
 
@@ -197,7 +198,7 @@ def by_label(rows: list[Row], columns: int) -> dict[tuple[str, ...], list[str]]:
 
 def test_table_of_a_grid() -> None:
     sheet, lines = tables.study_sheet(study(grid_rows())), by_label(grid_rows(), 2)
-    title = ["tokens/s", "change from the fastest", "95% interval", "TFLOPS 6P", "device GB", "host GB", "agrees"]
+    title = ["tokens/s", "change from the fastest", "95% interval", "TFLOPS 6P", "agrees"]  # no row states its memory
     assert lines["depth", "streams"] == title
     assert lines["1", "3"][:2] == ["5,461", "−33.3%"]
     assert lines["1", "3"][2].startswith("−3")
@@ -212,6 +213,11 @@ def test_table_of_a_grid() -> None:
     assert "| **2** | **2** | **8,192** |" in tables.as_markdown(sheet)
 
 
+def test_a_study_on_a_cpu_says_what_it_is_worth() -> None:
+    rows = [row("megatrain", windows(n), experiment="x", cell=str(n), config=config(depth=n), machine=CPU) for n in (1.0, 2.0)]
+    assert tables.study_sheet(study(rows)).notes == [CPU_NOTE]
+
+
 def test_table_of_a_ladder_counts_from_the_first_rung() -> None:
     lines = by_label(ladder_rows(), 1)
     assert list(lines) == [("rung",), ("paper",), ("own slabs",), ("overlap",), ("fast",)]
@@ -220,10 +226,10 @@ def test_table_of_a_ladder_counts_from_the_first_rung() -> None:
 
 def test_latex_has_rules_and_caveats() -> None:
     tex = tables.as_latex(tables.study_sheet(study(grid_rows())))
-    assert tex.startswith("\\begin{tabular}{llrrrrrrl}\n\\toprule\ndepth & streams & tokens/s")
+    assert tex.startswith("\\begin{tabular}{llrrrrl}\n\\toprule\ndepth & streams & tokens/s")
     assert "\\textbf{2} & \\textbf{2} & \\textbf{8,192}" in tex
     assert "$-$33.3\\%" in tex
-    assert tex.index("\\bottomrule") < tex.index("\\multicolumn{9}{@{}p{\\linewidth}@{}}{\\footnotesize 3, 2: predicted")
+    assert tex.index("\\bottomrule") < tex.index("\\multicolumn{7}{@{}p{\\linewidth}@{}}{\\footnotesize 3, 2: predicted")
     assert not set("−—–†") & set(tex)
 
 

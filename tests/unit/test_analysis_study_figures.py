@@ -134,7 +134,7 @@ def test_heat_map_of_depth_and_streams() -> None:
     figure = figure_of(ablation, grid_rows())
     (axes,) = figure.axes
     assert figure.get_size_inches()[0] == style.COLUMN_IN
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("streams", "buffer depth (slots)")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("streams", "depth (slots)")
     assert [label.get_text() for label in axes.get_yticklabels()] == ["1", "2", "3"]
     told = cell_words(axes)
     assert told[1, 1] == "fastest\n8,192"
