@@ -50,6 +50,8 @@ class Standing:
     host_bytes_per_param: float | None
     plan_device_bytes: int | None
     plan_host_bytes: int | None
+    plan: dict[str, Any]
+    """As the row has it: planned bytes by kind, and seconds a step where the system predicts them."""
     final_loss: float | None
     losses: list[float]
     max_loss_difference: float | None
@@ -277,6 +279,7 @@ def standing_of(record: Mapping[Hashable, Any]) -> Standing:
         host_bytes_per_param=known.get("host_bytes_per_param"),
         plan_device_bytes=known.get("plan_device_bytes"),
         plan_host_bytes=known.get("plan_host_bytes"),
+        plan=known["plan"],
         final_loss=known.get("final_loss"),
         losses=known["losses"],
         max_loss_difference=known.get("max_loss_difference"),

@@ -1,7 +1,9 @@
 """Rebuild every committed figure from the committed rows and timelines: one command, no GPU.
 
-    python -m analysis.make                  # analysis/results/*.jsonl -> name.png, name.pdf, name.md beside them,
-                                             # *.timeline.json -> name.timeline.png, name.timeline.pdf
+    python -m analysis.make                  # analysis/results/*.jsonl -> name.png, .pdf, .md, .tex beside them;
+                                             # of comparisons also name.memory and name.convergence;
+                                             # *.timeline.json -> name.timeline.png, .pdf;
+                                             # all rows together -> throughput.png, .pdf, paper.png, .pdf, .md, .tex
     python -m analysis.make --results DIR
 
 Invariant: the same files give the same bytes.
@@ -14,11 +16,44 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from analysis import load, report
-from analysis.figures import timeline
+import pandas as pd
+
+from analysis import load, paper, report, style, tables
+from analysis.figures import convergence, memory, throughput, timeline
+from analysis.figures import paper as drawing
 from analysis.timeline import SUFFIX
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def comparisons(frame: pd.DataFrame, folder: Path, name: str) -> list[Path]:
+    """Memory and losses of each comparison of systems in one file; the paths written."""
+    parts = [part.frame for part in report.sections(load.latest(frame)) if part.study is None]
+    written: list[Path] = []
+    for number, part in enumerate(parts, 1):
+        stem = name if len(parts) == 1 else f"{name}-{number}"
+        written += style.save(memory.figure(part), folder / f"{stem}.memory")
+        if part["losses"].map(bool).sum() > 1:
+            written += style.save(convergence.figure(part), folder / f"{stem}.convergence")
+    return written
+
+
+def together(frame: pd.DataFrame, folder: Path) -> list[Path]:
+    """What all rows say together: speed against size, batch and context on each machine, and the paper's claims; the paths."""
+    written: list[Path] = []
+    machines = [rows for _, rows in load.latest(frame).groupby("machine_name", sort=False) if throughput.varies(rows)]
+    for number, rows in enumerate(machines, 1):
+        written += style.save(throughput.figure(rows), folder / ("throughput" if len(machines) == 1 else f"throughput-{number}"))
+    on_gpu = load.latest(frame)[load.latest(frame)["gpu"].notna()]
+    if len(on_gpu):
+        written += style.save(drawing.figure(on_gpu), folder / "paper")
+        table, page, tex = paper.table(on_gpu), folder / "paper.md", folder / "paper.tex"
+        notes = "\n".join(f"- {note}" for note in table.notes)
+        about = f"## The paper's claims, and what was measured here\n\n{paper.double_buffering(on_gpu)}\n\n![The paper](paper.png)"
+        page.write_text(f"{about}\n\n{tables.as_markdown(table)}\n{notes}\n", encoding="utf-8")
+        tex.write_text(tables.as_latex(table), encoding="utf-8")
+        written += [page, tex]
+    return written
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,8 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         for file in files:
-            for path in report.write(load.load(file), folder, file.stem):
+            rows = load.load(file)
+            for path in (*report.write(rows, folder, file.stem), *comparisons(rows, folder, file.stem)):
                 print(path)
+        for path in together(load.load(*files), folder) if files else ():
+            print(path)
         for path in timeline.write(timelines):
             print(path)
     except (ValueError, OSError) as error:

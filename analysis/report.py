@@ -1,4 +1,4 @@
-"""Rows -> header, table, one plain sentence, and report.png, report.pdf, report.md beside the rows.
+"""Rows -> header, table, one plain sentence, and report.png, report.pdf, report.md, report.tex beside the rows.
 
     python -m analysis.report PATH...            # print everything, write the report beside the first path
     python -m analysis.report PATH... --out DIR  # write it there
@@ -6,7 +6,8 @@
 
 Timelines in the folder `traces` beside the rows (measure.trace=true) are drawn too.
 
-Invariant: reads rows, never changes them. One table and one figure for each (experiment, model, batch, length, machine).
+Invariant: reads rows, never changes them. A comparison of systems has one table and one figure for each (experiment, model, batch,
+length, machine); a study of one system has one of each for all its cells, by what differs among them (analysis/studies.py).
 """
 
 from __future__ import annotations
@@ -16,15 +17,19 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
+from matplotlib.figure import Figure
 from rich.console import Console
 
-from analysis import load, style, tables
-from analysis.compare import compare, notes, sentence
-from analysis.figures import quickstart, timeline
+from analysis import load, paper, studies, style, tables
+from analysis.compare import compare, sentence
+from analysis.figures import ablation, quickstart, throughput, timeline
+from analysis.studies import Study
 from analysis.timeline import SUFFIX
+from sweeps.result import REFERENCE
 
 PIPED_WIDTH = 100
 """Columns when the output is not a terminal."""
@@ -45,50 +50,91 @@ def header(frame: pd.DataFrame) -> list[str]:
     return [f"{first['experiment']}: {quickstart.heading(frame)}", str(first["machine_name"]), ", ".join(told)]
 
 
-def markdown(frame: pd.DataFrame, image: str | None = None) -> str:
-    """One group as Markdown: header, table, sentence, notes, and the figure if its file name is given."""
-    comparison = compare(frame)
-    title, machine, versions = header(frame)
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of a report: rows that one figure shows. `study` is None for a comparison of systems."""
+
+    frame: pd.DataFrame
+    study: Study | None = None
+
+    @property
+    def sheet(self) -> tables.Sheet:
+        """Its table."""
+        return tables.sheet(compare(self.frame)) if self.study is None else tables.study_sheet(self.study)
+
+    @property
+    def sentence(self) -> str:
+        """Its result."""
+        if self.study is None:
+            return sentence(compare(self.frame))
+        if "system.depth" in self.study.factors:
+            return paper.double_buffering(self.frame)
+        return studies.sentence(self.study)
+
+    def figure(self) -> Figure:
+        """Its picture."""
+        if self.study is None:
+            return quickstart.figure(self.frame)
+        return throughput.figure(self.frame) if self.study.kind == "scale" else ablation.figure(self.frame)
+
+
+def sections(frame: pd.DataFrame) -> list[Section]:
+    """What a report on these rows consists of, in order of first appearance. Sizes of one system are one study of it."""
+    found = []
+    for _, rows in frame.groupby(["experiment", "machine_name"], sort=False, dropna=False):
+        study = studies.study_of(rows)
+        alone = len({*rows["system"]} - {REFERENCE}) == 1 and throughput.varies(rows)
+        together = alone if study.kind == "scale" else study.kind != "comparison"
+        found += [Section(frame=rows, study=study)] if together else [Section(frame=part) for part in load.groups(rows)]
+    return found
+
+
+def markdown(section: Section, image: str | None = None) -> str:
+    """One section as Markdown: header, table, sentence, notes, and the figure if its file name is given."""
+    title, machine, versions = header(section.frame)
+    table = section.sheet
     picture = [f"![{title}]({image})"] if image else []
-    listed = "\n".join(f"- {note}" for note in notes(comparison))
+    listed = "\n".join(f"- {note}" for note in table.notes)
     parts = [
         f"## {title}",
         f"{machine}\\\n{versions}",
-        tables.markdown(comparison).rstrip(),
-        sentence(comparison),
+        tables.as_markdown(table).rstrip(),
+        section.sentence,
         listed,
         *picture,
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def show(frame: pd.DataFrame, console: Console) -> None:
-    """Print one group: header, table, sentence, notes."""
-    comparison = compare(frame)
-    for number, line in enumerate(header(frame)):
+def show(section: Section, console: Console) -> None:
+    """Print one section: header, table, sentence, notes."""
+    for number, line in enumerate(header(section.frame)):
         console.print(line, markup=False, highlight=False, style="dim" if number else "bold")
     console.print()
-    console.print(tables.terminal(comparison, console.width))
+    table = section.sheet
+    compared = tables.terminal(compare(section.frame), console.width) if section.study is None else tables.terminal_sheet(table)
+    console.print(compared)
     console.print()
-    console.print(sentence(comparison), markup=False, highlight=False, style="bold")
-    for note in notes(comparison):
+    console.print(section.sentence, markup=False, highlight=False, style="bold")
+    for note in table.notes:
         console.print(note, markup=False, highlight=False, style="dim")
     console.print()
 
 
 def write(frame: pd.DataFrame, folder: Path, name: str) -> list[Path]:
-    """Write name.png and name.pdf (name-<group> where there are several groups) and one name.md; return the paths."""
-    parts = load.groups(load.latest(frame))
+    """Write name.png and name.pdf (name-<section> where there are several), one name.md and one name.tex; return the paths."""
+    parts = sections(load.latest(frame))
     written: list[Path] = []
     texts = []
     for number, part in enumerate(parts, 1):
-        stem = folder / (name if len(parts) == 1 else f"{name}-{number}-{_slug(part)}")
-        images = style.save(quickstart.figure(part), stem)
+        stem = folder / (name if len(parts) == 1 else f"{name}-{number}-{_slug(part.frame)}")
+        images = style.save(part.figure(), stem)
         written += images
         texts.append(markdown(part, images[0].name))
-    page = folder / f"{name}.md"
+    page, tex = folder / f"{name}.md", folder / f"{name}.tex"
     page.write_text("\n".join(texts), encoding="utf-8")
-    return [*written, page]
+    tex.write_text("\n".join(f"% {header(part.frame)[0]}\n{tables.as_latex(part.sheet)}" for part in parts), encoding="utf-8")
+    return [*written, page, tex]
 
 
 def timelines(frame: pd.DataFrame) -> list[Path]:
@@ -118,7 +164,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m analysis.report", description="Table, figure and verdict from measured rows.")
     parser.add_argument("paths", nargs="+", metavar="PATH", help="JSONL files or folders that hold some")
     parser.add_argument(
-        "--out", metavar="DIR", type=Path, help="folder for report.png, .pdf and .md (default: beside the first rows)"
+        "--out", metavar="DIR", type=Path, help="folder for report.png, .pdf, .md and .tex (default: beside the first rows)"
     )
     parser.add_argument("--readme", action="store_true", help="print the Markdown table only; write nothing")
     parser.add_argument("--name", default="report", help="file name without ending (default: report)")
@@ -130,9 +176,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     try:
         frame = load.load(*options.paths)
-        parts = load.groups(load.latest(frame))
+        parts = sections(load.latest(frame))
         if options.readme:
-            print("\n".join(f"{header(part)[0]}\n\n{tables.markdown(compare(part))}" for part in parts))
+            print("\n".join(f"{header(part.frame)[0]}\n\n{tables.as_markdown(part.sheet)}" for part in parts))
             return 0
         written = write(frame, options.out or Path(str(frame["source"].iloc[0])).parent, options.name)
         console = _console()

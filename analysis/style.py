@@ -1,12 +1,14 @@
 """One look for every figure: a system has the same colour, marker and hatch wherever it is drawn; further rows of one system
 in a figure (its variants) keep marker and hue, lighter, with another line, marker fill and a denser hatch.
 
-Invariant: the four quickstart systems are at least 15 units of CIE lightness apart, so they stay apart in grey and for
-every colour vision; files are byte-identical when rebuilt (no dates, bundled font) and PDFs embed their fonts.
+Invariant: the four quickstart systems are at least 15 units of CIE lightness apart and any two systems 4.5, so they stay
+apart in grey and for every colour vision; what was not measured here is hollow and dashed (predictions) or hollow and dotted
+(somebody else's numbers); files are byte-identical when rebuilt (no dates, bundled font) and PDFs embed their fonts.
 """
 
 from __future__ import annotations
 
+import io
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.transforms import ScaledTranslation
 
 COLUMN_IN = 3.3
 """Width of one column of a two-column paper, inches."""
@@ -75,9 +78,9 @@ class Look:
     color: str
     marker: str
     hatch: str
-    line: str = "-"
+    line: Any = "-"
     fill: str = "full"
-    """How much of a marker is filled: full, left or none."""
+    """Which part of a marker is filled."""
 
 
 SYSTEMS: dict[str, Look] = {
@@ -85,12 +88,14 @@ SYSTEMS: dict[str, Look] = {
     "megatrain": Look(name="MegaTrain", color="#1f5fa8", marker="s", hatch="///"),
     "zero3": Look(name="ZeRO-3", color="#e0701f", marker="^", hatch="..."),
     "fsdp2": Look(name="FSDP2", color="#8fd3c8", marker="D", hatch="\\\\\\"),
-    "zero2": Look(name="ZeRO-2", color="#c0488a", marker="v", hatch="xxx"),
-    "zero3_optimizer": Look(name="ZeRO-3 optimizer", color="#f4bb8f", marker="<", hatch="---"),
-    "superoffload": Look(name="SuperOffload", color="#7a4fa3", marker="P", hatch="|||"),
-    "zenflow": Look(name="ZenFlow", color="#c9b037", marker="X", hatch="+++"),
-    "torchao_offload": Look(name="torchao offload", color="#7f7f7f", marker=">", hatch="ooo"),
-    "published_megatrain": Look(name="MegaTrain (published)", color="#8cb4e0", marker="p", hatch="//"),
+    "zero2": Look(name="ZeRO-2", color="#b94082", marker="v", hatch="xxx"),
+    "zero3_optimizer": Look(name="ZeRO-3 optimizer", color="#f7d0b1", marker="<", hatch="---"),
+    "zero3_twinflow": Look(name="ZeRO-3 Twin-Flow", color="#6eae52", marker="d", hatch="\\"),
+    "zero_infinity": Look(name="ZeRO-Infinity", color="#6b461d", marker="*", hatch="**"),
+    "superoffload": Look(name="SuperOffload", color="#4f336a", marker="P", hatch="|||"),
+    "zenflow": Look(name="ZenFlow", color="#cfb84c", marker="X", hatch="+++"),
+    "torchao_offload": Look(name="torchao offload", color="#7e7e7e", marker=">", hatch="ooo"),
+    "published_megatrain": Look(name="MegaTrain (published)", color="#84afde", marker="p", hatch="//"),
 }
 """Every system by its registry name, in the order in which it is listed when nothing else decides."""
 
@@ -121,9 +126,24 @@ WORK: dict[str, Fill] = {
 }
 """Work on a timeline, in the order of the legend: one hue for a computation's direction, slashes where it is done again."""
 
-LINES = ("-", "--", ":", "-.")
-FILLS = ("full", "none", "left")
-"""Line and marker fill of the variants of one system, in turn: twelve before both repeat."""
+KINDS: dict[str, Fill] = {
+    "weights": Fill(name="weights", color="#1b4b82"),
+    "master": Fill(name="fp32 master", color="#9cc5ea", hatch="/////", ink="#1b4b82"),
+    "moments": Fill(name="Adam moments", color="#d0632b"),
+    "gradients": Fill(name="gradients", color="#f0b68f", hatch="....", ink="#8a3c12"),
+    "checkpoints": Fill(name="layer inputs", color="#6fb59f"),
+    "kept": Fill(name="kept activations", color="#a8d5c2", hatch="\\\\\\\\\\", ink="#24705a"),
+    "activations": Fill(name="activations", color="#5f4690", hatch="-----"),
+    "staging": Fill(name="staging", color="#cdbfe3", hatch="xxxx", ink="#5f4690"),
+    "workspace": Fill(name="workspace", color="#f5dc6b"),
+    "other": Fill(name="other", color="#9a9a9a"),
+}
+"""Kinds of planned bytes, in the order in which they are stacked; a kind that is not here is drawn as other."""
+
+LINES: tuple[Any, ...] = ("-", "-.", (0, (7, 1.2)), (0, (7, 1.2, 1, 1.2, 1, 1.2)))
+FILLS = ("full", "left", "bottom")
+"""Line and marker fill of the variants of one system, in turn: twelve before both repeat. Dashes, dots and hollow markers are
+kept for what was not measured here."""
 
 STATUS_LABELS: dict[str, str] = {
     "ok": "measured",
@@ -135,6 +155,9 @@ STATUS_LABELS: dict[str, str] = {
     "wont_fit": "does not fit",
     "error": "error",
 }
+
+CROSSES: dict[str, str] = {"oom_device": "x", "oom_host": "x", "wont_fit": "+"}
+"""Marker of a cell that was not measured, by its status; "1" (a three-legged star) for any other."""
 
 
 def look(system: str, variant: int = 0) -> Look:
@@ -158,18 +181,59 @@ def bar(system: str, variant: int = 0) -> dict[str, Any]:
 
 
 def curve(system: str, variant: int = 0) -> dict[str, Any]:
-    """Keyword arguments of a line of this system: colour, dashes, and a marker that is filled, half filled or hollow."""
+    """Keyword arguments of a line of this system: colour, dashes, and a marker that is filled or half filled."""
     drawn = look(system, variant)
-    hollow = {"markerfacecolor": "white"} if drawn.fill == "none" else {}
     return {
         "color": drawn.color,
         "linestyle": drawn.line,
         "marker": drawn.marker,
-        "fillstyle": "left" if drawn.fill == "left" else "full",
+        "fillstyle": drawn.fill,
         "markerfacecoloralt": "white",
         "markeredgewidth": 0 if drawn.fill == "full" else 0.8,
-        **hollow,
     }
+
+
+def predicted_bar(system: str, variant: int = 0) -> dict[str, Any]:
+    """Keyword arguments of a bar that no run stands behind: hollow, dashed in the system's colour."""
+    return {"facecolor": "none", "edgecolor": look(system, variant).color, "linestyle": "--", "linewidth": 0.9}
+
+
+def claimed_bar(system: str) -> dict[str, Any]:
+    """Keyword arguments of a bar of somebody else's number: hollow, dotted in the system's colour."""
+    return predicted_bar(system) | {"linestyle": ":", "linewidth": 1.1}
+
+
+def predicted_point(system: str, variant: int = 0) -> dict[str, Any]:
+    """Keyword arguments of a point that no run stands behind: the system's marker, hollow; joined by a thin dashed line."""
+    drawn = look(system, variant)
+    looks = {"marker": drawn.marker, "markerfacecolor": "white", "markeredgewidth": 0.8}
+    return {"color": drawn.color, "linestyle": (0, (2, 2)), "linewidth": 0.7, **looks}
+
+
+def claimed_point(system: str) -> dict[str, Any]:
+    """Keyword arguments of a point of somebody else's number: the system's marker, hollow; joined by a dotted line."""
+    return predicted_point(system) | {"linestyle": ":", "linewidth": 0.9}
+
+
+def cross(axes: Axes, x: float, y: float, **more: Any) -> None:
+    """The mark of a cell that was not measured; its status stands in words beside it or in the legend."""
+    axes.plot(x, y, **{"marker": "x", "color": ALARM, "markersize": 4, "clip_on": False, "linestyle": "", "zorder": 5, **more})
+
+
+def crossed(axes: Axes, x: float, share: float, looks: dict[str, Any], status: str) -> None:
+    """A point of a line that was not measured: its marker at this share of the axes' height, a cross by its status beside it."""
+    drawn_on = axes.get_figure(root=True)
+    assert drawn_on is not None
+    low = axes.get_xaxis_transform()
+    axes.plot(x, share, transform=low, **(looks | {"linestyle": ""}))
+    beside = low + ScaledTranslation(5 / 72, 0, drawn_on.dpi_scale_trans)
+    cross(axes, x, share, transform=beside, marker=CROSSES.get(status, "1"))
+
+
+def whisker(axes: Axes, x: float, y: float, **ends: Any) -> None:
+    """An interval (`xerr` or `yerr`, distances from the value): a white halo first, so that it is seen on dark bars."""
+    for color, width in (("white", 1.8), (INK, 0.8)):
+        axes.errorbar(x, y, color=color, elinewidth=width, capthick=width, capsize=1.2 + width, zorder=6, **ends)
 
 
 def tint(color: str, strength: float = 0.42) -> str:
@@ -191,6 +255,14 @@ def new_figure(width_in: float, height_in: float) -> Figure:
 def value_grid(axes: Axes, axis: str) -> None:
     """Light lines along the value axis only."""
     axes.grid(True, axis="x" if axis == "x" else "y")
+
+
+def png(figure: Figure, dpi: int = 110) -> bytes:
+    """The figure as a small PNG, for notebooks."""
+    buffer = io.BytesIO()
+    with context():
+        figure.savefig(buffer, format="png", dpi=dpi, metadata={"Software": None})
+    return buffer.getvalue()
 
 
 def save(figure: Figure, stem: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""The comparison as a table: terminal (rich), Markdown and LaTeX, all from the same cells.
+"""The comparison, or a study, as a table: terminal (rich), Markdown and LaTeX, all from the same cells.
 
 Invariant: every row is shown; one that was not measured shows its status where its speed would be, and its reason below. The
 terminal table is never wrapped: it drops whole columns, least needed first, until it fits.
@@ -7,15 +7,16 @@ terminal table is never wrapped: it drops whole columns, least needed first, unt
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from analysis.compare import BASELINE, Comparison, Standing
+from analysis.compare import BASELINE, CPU_NOTE, Comparison, Standing, notes
 from analysis.stats import Estimate
+from analysis.studies import Study, change, named, percent, rung_name, worded
 from analysis.style import name_of
 
 NOTHING = "—"
@@ -47,6 +48,14 @@ def _speed(standing: Standing) -> str | None:
     if not standing.measured or standing.speed is None:
         return standing.status_label
     return f"{standing.speed.value:,.0f}" if standing.speed.value >= 100 else f"{standing.speed.value:.3g}"
+
+
+def _tflops(standing: Standing) -> str | None:
+    return _number(standing.tflops, ",.0f" if (standing.tflops or 0) >= 10 else ".2g")
+
+
+def _host(standing: Standing) -> str | None:
+    return _gigabytes(standing.host_bytes) if standing.measured else None
 
 
 def _ratio(estimate: Estimate | None) -> str | None:
@@ -85,7 +94,7 @@ COLUMNS: tuple[Column, ...] = (
     Column(title="repeats", cell=lambda one: str(one.num_repeats) if one.num_repeats > 1 else None, drop=8),
     Column(title=f"ratio to\n{name_of(BASELINE)}", cell=lambda one: _ratio(one.ratio)),
     Column(title="95%\ninterval", cell=lambda one: _interval(one.ratio, ".2f"), drop=2),
-    Column(title="TFLOPS\n6P", cell=lambda one: _number(one.tflops, ",.0f" if (one.tflops or 0) >= 10 else ".2g"), drop=4),
+    Column(title="TFLOPS\n6P", cell=_tflops, drop=4),
     Column(title="MFU", cell=lambda one: _number(one.mfu, ".1%"), drop=5),
     Column(title="MFU of\ndata sheet", cell=lambda one: _number(one.mfu_datasheet, ".1%"), drop=1),
     Column(title="device\nGB", cell=lambda one: _gigabytes(one.device_bytes), drop=10),
@@ -123,26 +132,98 @@ def terminal(comparison: Comparison, width: int) -> Table:
         shown.remove(min(droppable, key=lambda column: column.drop))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sheet:
+    """A table of words: title row first. `align` has l or r a column; of the rows in `best` (1 is the first below the title) the
+    leading words and the first number are bold."""
+
+    cells: list[list[str]]
+    align: str
+    best: frozenset[int] = frozenset()
+    notes: list[str] = field(default_factory=list)
+    """Caveats that belong below it."""
+
+    def bold(self, number: int, column: int) -> bool:
+        """Whether a cell of the body is bold."""
+        return number in self.best and column <= self.align.index("r")
+
+
+def sheet(comparison: Comparison) -> Sheet:
+    """The comparison's table, its notes below."""
+    table = cells(comparison)
+    best = frozenset(number for number, one in enumerate(comparison.standings, 1) if one.best)
+    return Sheet(cells=table, align=f"l{'r' * (len(table[0]) - 2)}l", best=best, notes=notes(comparison))
+
+
+def study_sheet(study: Study) -> Sheet:
+    """A study of one system: what was varied, tokens/s, the change from the fastest cell (from the first rung of a ladder)."""
+    rungs = study.kind == "ladder"
+    base = study.cells[0] if rungs else study.best
+    told = ["rung"] if rungs else [named(key) for key in study.factors]
+    title = [*told, "tokens/s", f"change from {'the first' if rungs else 'the fastest'}", "95% interval"]
+    body, caveats = [], []
+    for one in study.cells:
+        mine, gap = one.standing, None if base is None or one is base else change(one, base)
+        words = [rung_name(one.preset or "")] if rungs else [worded(key, value) for key, value in one.factors.items()]
+        speed = _speed(mine) if one.predicted is None else f"{one.predicted.value:,.0f} predicted"
+        ends = None if gap is None or gap.lo is None or gap.hi is None else f"{percent(gap.lo)} to {percent(gap.hi)}"
+        numbers = [speed, None if gap is None else percent(gap.value), ends, _tflops(mine)]
+        body.append([*words, *[cell or NOTHING for cell in (*numbers, _gigabytes(mine.device_bytes), _host(mine), _agrees(mine))]])
+        told_of = ", ".join(words)
+        caveats += [f"{told_of}: {mine.status_label}: {mine.reason}"] if mine.reason else []
+        caveats += [f"{told_of}: numerics differ from the reference; not compared"] if mine.differs else []
+        caveats += [f"{told_of}: predicted by the cost model, not measured"] if one.predicted else []
+    if study.machine.startswith("CPU only"):
+        caveats.append(CPU_NOTE)
+    best = frozenset(number for number, one in enumerate(study.cells, 1) if one is study.best)
+    title += ["TFLOPS 6P", "device GB", "host GB", "agrees"]
+    align = f"{'l' * len(told)}rrrrrrl"
+    kept = [at for at in range(len(title)) if at <= len(told) or any(line[at] != NOTHING for line in body)]
+    table = [[line[at] for at in kept] for line in (title, *body)]
+    return Sheet(cells=table, align="".join(align[at] for at in kept), best=best, notes=caveats)
+
+
 def markdown(comparison: Comparison) -> str:
     """A GitHub table; the winner in bold."""
-    title, *body = cells(comparison)
-    title = _flat(title)
-    lines = [_pipe(title), _pipe(["---"] + ["---:"] * (len(title) - 2) + ["---"])]
-    for standing, row in zip(comparison.standings, body, strict=True):
-        escaped = [cell.replace("|", "\\|") for cell in row]
-        lines.append(_pipe([f"**{cell}**" for cell in escaped[:2]] + escaped[2:] if standing.best else escaped))
-    return "\n".join(lines) + "\n"
+    return as_markdown(sheet(comparison))
 
 
 def latex(comparison: Comparison) -> str:
-    """A booktabs tabular; the winner in bold. Needs \\usepackage{booktabs}."""
-    title, *body = cells(comparison)
-    title = _flat(title)
-    lines = [f"\\begin{{tabular}}{{l{'r' * (len(title) - 2)}l}}", "\\toprule", _ampersand(title), "\\midrule"]
-    for standing, row in zip(comparison.standings, body, strict=True):
-        head = [f"\\textbf{{{_tex(cell)}}}" for cell in row[:2]] if standing.best else [_tex(cell) for cell in row[:2]]
-        lines.append(" & ".join(head + [_tex(cell) for cell in row[2:]]) + " \\\\")
-    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}"]) + "\n"
+    """A booktabs tabular with the notes below; the winner in bold. Needs \\usepackage{booktabs}."""
+    return as_latex(sheet(comparison))
+
+
+def as_markdown(table: Sheet) -> str:
+    """A GitHub table, without its notes."""
+    title, *body = table.cells
+    lines = [_pipe(_flat(title)), _pipe(["---:" if side == "r" else "---" for side in table.align])]
+    for number, row in enumerate(body, 1):
+        escaped = [cell.replace("|", "\\|") for cell in row]
+        lines.append(_pipe([f"**{cell}**" if table.bold(number, at) else cell for at, cell in enumerate(escaped)]))
+    return "\n".join(lines) + "\n"
+
+
+def as_latex(table: Sheet) -> str:
+    """A booktabs tabular, its notes as last rows over the whole width."""
+    title, *body = table.cells
+    lines = [f"\\begin{{tabular}}{{{table.align}}}", "\\toprule", _ampersand(_flat(title)), "\\midrule"]
+    for number, row in enumerate(body, 1):
+        words = [f"\\textbf{{{_tex(cell)}}}" if table.bold(number, at) else _tex(cell) for at, cell in enumerate(row)]
+        lines.append(" & ".join(words) + " \\\\")
+    below = f"\\multicolumn{{{len(title)}}}{{@{{}}p{{\\linewidth}}@{{}}}}"
+    caveats = [f"{below}{{\\footnotesize {_tex(note)}}} \\\\" for note in table.notes]
+    return "\n".join([*lines, "\\bottomrule", *caveats, "\\end{tabular}"]) + "\n"
+
+
+def terminal_sheet(table: Sheet) -> Table:
+    """The rich table of a sheet, the best row in green."""
+    title, *body = table.cells
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1), collapse_padding=True, header_style="bold")
+    for name, side in zip(title, table.align, strict=True):
+        drawn.add_column(name, justify="right" if side == "r" else "left")
+    for number, row in enumerate(body, 1):
+        drawn.add_row(*[Text(cell) for cell in row], style="bold green" if number in table.best else "")
+    return drawn
 
 
 def _rich(comparison: Comparison, shown: Sequence[Column]) -> Table:
@@ -180,6 +261,12 @@ _TEX = {
     "\\": r"\textbackslash{}",
     "|Δloss|": r"$|\Delta\mathrm{loss}|$",
     "★ ": "",
+    "†": r"$^\dagger$",
+    "−": "$-$",
+    "±": r"$\pm$",
+    "¹²": "$^{12}$",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
     "—": "---",
     "–": "--",
     "×": r"$\times$",

@@ -55,6 +55,9 @@ def test_systems_stay_apart() -> None:
     looks = style.SYSTEMS
     for first, second in itertools.combinations(["in_memory", "megatrain", "zero3", "fsdp2"], 2):
         assert abs(lightness(looks[first].color) - lightness(looks[second].color)) >= 15, (first, second)
+    grey = sorted((lightness(one.color), system) for system, one in looks.items())
+    for (first, one), (second, other) in itertools.pairwise(grey):
+        assert second - first >= 4.5, (one, other)
     for attribute in ("name", "color", "marker", "hatch"):
         assert len({getattr(one, attribute) for one in looks.values()}) == len(looks), attribute
     assert style.look("something_new").name == "something_new"
@@ -172,12 +175,25 @@ def test_variants_of_one_system_are_told_apart() -> None:
         assert (first.line, first.fill) != (second.line, second.fill)
     axes = quickstart.figure(load.from_rows(many_rows())).axes
     curves = [line for line in axes[2].lines if str(line.get_label()).startswith("MegaTrain")]
-    assert [line.get_linestyle() for line in curves] == ["-", "--", ":"]
+    assert [(line.get_linestyle(), line.get_fillstyle()) for line in curves] == [("-", "full"), ("-.", "left"), ("--", "bottom")]
+    assert [line._unscaled_dash_pattern[1] for line in curves][2] == (7, 1.2), "longer dashes than a prediction's"  # type: ignore[attr-defined]
     assert len({str(line.get_color()) for line in curves}) == 3
     faces = [to_hex(patch.get_facecolor()) for patch in axes[0].patches]
     hatches = [patch.get_hatch() for patch in axes[0].patches]
     assert faces == [style.look("megatrain", variant).color for variant in range(3)] + [style.SYSTEMS["zero3"].color]
     assert hatches[:2] == ["///", "//////"]
+
+
+def test_what_was_not_measured_is_hollow_dashed_or_dotted() -> None:
+    for variant in range(12):
+        measured = style.curve("megatrain", variant)
+        assert "markerfacecolor" not in measured
+        assert measured["linestyle"] not in ("--", ":", style.predicted_point("megatrain")["linestyle"])
+        assert style.bar("megatrain", variant)["facecolor"] != "none"
+    for looks, line in ((style.predicted_bar("zero3"), "--"), (style.claimed_bar("zero3"), ":")):
+        assert (looks["facecolor"], looks["linestyle"], looks["edgecolor"]) == ("none", line, style.SYSTEMS["zero3"].color)
+    for point in (style.predicted_point("zero3"), style.claimed_point("zero3")):
+        assert (point["markerfacecolor"], point["marker"]) == ("white", style.SYSTEMS["zero3"].marker)
 
 
 def test_difference_is_linear_where_all_agree() -> None:

@@ -11,7 +11,9 @@ import pytest
 
 from analysis import make, report, style
 from analysis.compare import CPU_NOTE
+from sweeps.result import Row
 from tests.unit.test_analysis_load import cpu_rows, h200_rows, row, save
+from tests.unit.test_analysis_studies import factor_rows, grid_rows, ladder_rows, size_rows
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,8 +31,9 @@ def test_report_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert out.startswith("quickstart: qwen2.5-3b (3.40B parameters), batch 32 × 1024 tokens\nNVIDIA H200, 16 cores, 134 GB host\n")
     assert "torch 2.11.0, deepspeed 0.19.8, 2026-11-21, commit 012345678" in out
     assert "MegaTrain is the fastest: 1.80x" in out
-    assert out.splitlines()[-3:] == [str(tmp_path / f"report.{kind}") for kind in ("png", "pdf", "md")]
-    assert all((tmp_path / f"report.{kind}").stat().st_size > 500 for kind in ("png", "pdf", "md"))
+    kinds = ("png", "pdf", "md", "tex")
+    assert out.splitlines()[-4:] == [str(tmp_path / f"report.{kind}") for kind in kinds]
+    assert all((tmp_path / f"report.{kind}").stat().st_size > 500 for kind in kinds)
     page = (tmp_path / "report.md").read_text()
     assert re.search(r"!\[.*\]\(report\.png\)", page)
 
@@ -42,8 +45,9 @@ def test_cpu_report_says_what_it_is_worth(tmp_path: Path, capsys: pytest.Capture
     assert CPU_NOTE in (out_folder / "cpu.md").read_text()
 
 
-def test_one_table_and_figure_a_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [*cpu_rows(), row("zero3", [2.9]), row("zero3", [5.0], seq_len=2048, cell="long")]
+def test_one_table_and_figure_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    long = [row(system, [5.0], seq_len=2048, cell=f"long {system}") for system in ("zero3", "megatrain")]
+    rows = [*cpu_rows(), row("zero3", [2.9]), *long]
     assert report.main([str(save(tmp_path / "rows.jsonl", rows))]) == 0
     assert capsys.readouterr().out.count("quickstart: ") == 3
     assert sorted(path.name for path in tmp_path.glob("*.png")) == [
@@ -52,6 +56,36 @@ def test_one_table_and_figure_a_group(tmp_path: Path, capsys: pytest.CaptureFixt
         "report-3-quickstart-qwen2.5-3b-32x2048.png",
     ]
     assert (tmp_path / "report.md").read_text().count("\n## ") == 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "told", "drawn"),
+    [
+        (grid_rows(), "Without double buffering (one slot instead of two, 3 streams) throughput changes by −33.3%", "ablation"),
+        (ladder_rows(), "Rung fast is the fastest", "ablation"),
+        (factor_rows(), "optimizer overlap on, clip norm 1.0 is the fastest", "ablation"),
+        ([one for one in size_rows() if one.system == "megatrain"], "model_size", "throughput"),
+        (size_rows(), "MegaTrain fast is the fastest", "quickstart"),
+    ],
+    ids=["grid", "ladder", "factor", "sizes of one system", "sizes of several"],
+)
+def test_a_study_has_the_figure_and_the_sentence_that_suit_it(
+    rows: list[Row],
+    told: str,
+    drawn: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+    for name in ("ablation", "throughput", "quickstart"):
+        module = getattr(report, name)
+        monkeypatch.setattr(module, "figure", lambda frame, own=module.figure, name=name: calls.append(name) or own(frame))
+    assert report.main([str(save(tmp_path / "rows.jsonl", rows))]) == 0
+    assert told in " ".join(capsys.readouterr().out.split())
+    assert set(calls) == {drawn}
+    assert len(calls) == (3 if drawn == "quickstart" else 1)
+    assert "\\toprule" in (tmp_path / "report.tex").read_text()
 
 
 def test_readme_prints_markdown_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,10 +114,14 @@ def test_bad_input_is_one_line_and_exit_2(tmp_path: Path) -> None:
 
 def test_make_rebuilds_every_file_to_the_same_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path / "h200_quickstart.jsonl", h200_rows()[:2])
-    save(tmp_path / "cpu.jsonl", cpu_rows()[:2])
+    save(tmp_path / "grid.jsonl", grid_rows())
+    save(tmp_path / "sizes.jsonl", [one for one in size_rows() if one.preset == "fast"])
     assert make.main(["--results", str(tmp_path)]) == 0
     written = [Path(line) for line in capsys.readouterr().out.splitlines()]
-    names = [f"{stem}.{kind}" for stem in ("cpu", "h200_quickstart") for kind in ("png", "pdf", "md")]
+    page, picture = ("png", "pdf", "md", "tex"), ("png", "pdf")
+    names = [f"{stem}.{kind}" for stem in ("grid", "h200_quickstart") for kind in page]
+    names += [f"h200_quickstart.{extra}.{kind}" for extra in ("memory", "convergence") for kind in picture]
+    names += [f"sizes.{kind}" for kind in page] + [f"throughput.{kind}" for kind in picture] + [f"paper.{kind}" for kind in page]
     assert [path.name for path in written] == names
     before = [path.read_bytes() for path in written]
     assert make.main(["--results", str(tmp_path)]) == 0

@@ -1,0 +1,228 @@
+"""Speed against model size, batch and context: a line for each system and preset, on one machine.
+
+Invariant: a pure function of the frame. A panel varies one thing and holds the others; predictions are hollow and dashed, and a
+cell with neither measurement nor prediction stands on the axis, its marker crossed, the cross's meaning in the legend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+
+from analysis import style
+from analysis.studies import Cell, cell_of, unablated, variants
+
+Held = tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """One thing that a panel varies, and the ways in which the rest may be held: the first that keeps most values counts."""
+
+    name: str
+    value: Callable[[Cell], int | None]
+    held: tuple[Callable[[Cell], Held], ...]
+    told: Callable[[list[Cell]], str]
+    """What a panel holds, in words."""
+    title: str
+    tick: Callable[[int], str]
+    sizes_differ: bool = False
+    """Tokens of models of several sizes are not the same work: TFLOPS 6P then, else tokens/s."""
+
+
+def _billions(count: int) -> str:
+    return f"{count / 1e9:.3g}" if count >= 1e8 else f"{count / 1e9:.1g}"
+
+
+def _power(count: int) -> str:
+    return f"{count // 1024}K" if count >= 1024 and count % 1024 == 0 else str(count)
+
+
+def _held_batch(cells: list[Cell]) -> str:
+    """What stays of the batch while sequences get longer."""
+    batches, tokens = {one.batch_size for one in cells}, {one.batch_size * one.seq_len for one in cells}
+    if len(batches) == 1:
+        return f"batch {cells[0].batch_size}"
+    return f"{tokens.pop():,} tokens" if len(tokens) == 1 else "batch varies"
+
+
+SCALES: dict[str, Scale] = {
+    "num_params": Scale(
+        name="parameters (10⁹)",
+        value=lambda one: one.num_params,
+        held=(lambda one: (one.batch_size, one.seq_len),),
+        told=lambda cells: f"{cells[0].batch_size} × {cells[0].seq_len} tokens",
+        title="Model size",
+        tick=_billions,
+        sizes_differ=True,
+    ),
+    "batch_size": Scale(
+        name="sequences a step",
+        value=lambda one: one.batch_size,
+        held=(lambda one: (one.model, one.seq_len),),
+        told=lambda cells: f"{cells[0].model}, {cells[0].seq_len} tokens each",
+        title="Batch",
+        tick=str,
+    ),
+    "seq_len": Scale(
+        name="tokens a sequence",
+        value=lambda one: one.seq_len,
+        held=(
+            lambda one: (one.model, one.batch_size),
+            lambda one: (one.model, one.batch_size * one.seq_len),
+            lambda one: (one.model,),
+        ),
+        told=lambda cells: f"{cells[0].model}, {_held_batch(cells)}",
+        title="Context",
+        tick=_power,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """The points of one system and preset in a panel, by what the panel varies."""
+
+    label: str
+    system: str
+    variant: int
+    points: dict[int, Cell]
+
+
+def figure(frame: pd.DataFrame, only: str | None = None) -> Figure:
+    """A panel for each thing that varies (`only`: that one, in one column), from rows of comparisons and studies of size.
+
+    ValueError where nothing varies, and for rows of several machines.
+    """
+    machines = sorted(set(frame["machine_name"]))
+    if len(machines) != 1:
+        raise ValueError(f"rows of {len(machines)} machines ({'; '.join(machines)}): a line never spans two; pick one")
+    rows = unablated(frame).sort_values("started_at", kind="stable")
+    cells = [cell_of(record) for record in rows.to_dict("records")]
+    panels = {name: found for name in ([only] if only else SCALES) if (found := panel_cells(cells, SCALES[name]))}
+    if not panels:
+        raise ValueError(f"{only or 'model size, batch and context'}: the same in all rows; measure a second value first")
+    with style.context():
+        width = style.COLUMN_IN if len(panels) == 1 else style.PAGE_IN
+        drawn = style.new_figure(width, 3.0 if len(panels) == 1 else 2.7)
+        handles: dict[str, Line2D] = {}
+        looks = variants(cells)
+        for axes, (name, mine) in zip(drawn.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+            for handle in panel(axes, mine, SCALES[name], looks):
+                handles.setdefault(str(handle.get_label()), handle)
+        columns = 2 if width == style.COLUMN_IN else 5
+        series_first = sorted(handles.values(), key=lambda handle: handle.get_color() in (style.ALARM, style.MUTED))
+        drawn.legend(handles=series_first, loc="outside lower center", ncols=columns, columnspacing=1.0)
+        drawn.suptitle(machines[0], x=0.01, ha="left", fontsize=6.5, color=style.MUTED)
+    return drawn
+
+
+def varies(frame: pd.DataFrame) -> bool:
+    """Whether there is anything to draw: a size, batch or length with more than one value."""
+    cells = [cell_of(record) for record in unablated(frame).to_dict("records")]
+    return any(panel_cells(cells, scale) for scale in SCALES.values())
+
+
+def panel_cells(cells: list[Cell], scale: Scale) -> list[Cell]:
+    """The cells of a panel: those that agree in what it holds, where most values of its scale are; none if that is one value."""
+    found: list[tuple[tuple[int, int, int], list[Cell]]] = []
+    for order, held in enumerate(scale.held):
+        families: dict[Held, list[Cell]] = {}
+        for one in cells:
+            if scale.value(one) is not None:
+                families.setdefault(held(one), []).append(one)
+        for family in families.values():
+            found.append(((len({scale.value(one) for one in family if one.drawn}), -order, len(family)), family))
+    (values, _, _), kept = max(found, key=lambda pair: pair[0], default=((0, 0, 0), []))
+    return kept if values > 1 else []
+
+
+def series_of(cells: list[Cell], scale: Scale, looks: dict[tuple[str, str | None], int]) -> list[Series]:
+    """Lines in the order of the style; where one was measured more than once at a place, the last measurement counts."""
+    found: dict[tuple[str, str | None], Series] = {}
+    for one in cells:
+        key, value = (one.standing.system, one.preset), scale.value(one)
+        assert value is not None
+        label = f"{style.name_of(one.standing.system)}{f' {one.preset}' if one.preset else ''}"
+        mine = found.setdefault(key, Series(label=label, system=one.standing.system, variant=looks[key], points={}))
+        if value not in mine.points or one.standing.measured or not mine.points[value].standing.measured:
+            mine.points[value] = one
+    order = list(style.SYSTEMS)
+    ordered = sorted(found.values(), key=lambda one: (order.index(one.system) if one.system in order else len(order), one.variant))
+    return [replace(one, points=dict(sorted(one.points.items()))) for one in ordered]
+
+
+def height(cell: Cell, scale: Scale) -> tuple[float, float | None, float | None] | None:
+    """What is drawn of a cell, in the panel's unit: value and interval; None where there is nothing."""
+    drawn = cell.drawn
+    if drawn is None:
+        return None
+    unit = 6 * (cell.num_params or 0) / 1e12 if scale.sizes_differ else 1.0
+    ends = [None if end is None else unit * end for end in (drawn.lo, drawn.hi)]
+    return unit * drawn.value, ends[0], ends[1]
+
+
+def panel(axes: Axes, cells: list[Cell], scale: Scale, looks: dict[tuple[str, str | None], int]) -> list[Line2D]:
+    """Draw one panel; the legend's handles."""
+    lines = series_of(cells, scale, looks)
+    top = max(max(found[2] or 0, found[0]) for one in cells if (found := height(one, scale)))
+    crossed = [one.label for one in lines if any(cell.drawn is None for cell in one.points.values())]
+    rows = {label: 0.035 + 0.055 * place for place, label in enumerate(crossed)}
+    handles = [_series(axes, one, scale, rows.get(one.label, 0.0)) for one in lines]
+    values = sorted({value for one in lines for value in one.points})
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(values[0] / 1.25, values[-1] * 1.25)
+    axes.xaxis.set_major_locator(FixedLocator(values))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: scale.tick(round(value))))
+    axes.set_ylim(0, 1.18 * top)
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if top > 5 else f"{value:g}"))
+    axes.set_xlabel(f"{scale.name}\n({scale.told(cells)})")
+    axes.set_ylabel("TFLOPS (6P)" if scale.sizes_differ else "tokens / s")
+    axes.set_title(scale.title)
+    style.value_grid(axes, "y")
+    return [*handles, *_meanings(cells)]
+
+
+def _meanings(cells: list[Cell]) -> list[Line2D]:
+    """Legend handles of what is no measurement."""
+    looks: Any = {"color": style.MUTED, "marker": "o", "markerfacecolor": "white", "linestyle": (0, (2, 2)), "linewidth": 0.7}
+    guessed = any(one.predicted is not None for one in cells)
+    missing = {one.standing.status: one.standing.status_label for one in cells if one.drawn is None}
+    crosses = [
+        Line2D([], [], color=style.ALARM, marker=style.CROSSES.get(status, "1"), markersize=4, linestyle="", label=label)
+        for status, label in missing.items()
+    ]
+    return [*([Line2D([], [], label="predicted", **looks)] if guessed else []), *crosses]
+
+
+def _series(axes: Axes, series: Series, scale: Scale, crossed_at: float) -> Line2D:
+    """One line: measured points joined, predictions joined to the measured point before them, crosses on the axis."""
+    told = [(value, one, found) for value, one in series.points.items() if (found := height(one, scale))]
+    measured = [(value, found) for value, one, found in told if one.standing.measured]
+    guessed = [(value, found[0]) for value, one, found in told if not one.standing.measured]
+    looks = style.curve(series.system, series.variant) | {"markersize": 3.8}
+    if measured:
+        axes.plot([value for value, _ in measured], [found[0] for _, found in measured], label=series.label, **looks)
+    for value, (middle, lo, hi) in measured:
+        if lo is not None and hi is not None:
+            ends = [[middle - lo], [hi - middle]]
+            axes.errorbar(value, middle, yerr=ends, color=style.INK, elinewidth=0.7, capthick=0.7, capsize=2.6, zorder=1.5)
+    if guessed:
+        before = [(value, found[0]) for value, found in measured if value < guessed[0][0]][-1:]
+        predicted = style.predicted_point(series.system, series.variant)
+        xs, ys = zip(*before, *guessed, strict=True)
+        axes.plot(xs, ys, label=f"{series.label} predicted", markevery=slice(len(before), None), **predicted)
+    for value, one in series.points.items():
+        if one.drawn is None:
+            label = f"{series.label} {one.standing.status}"
+            style.crossed(axes, value, crossed_at, looks | {"label": label}, status=one.standing.status)
+    return Line2D([], [], **(looks | {"label": series.label}))

@@ -1,0 +1,81 @@
+"""Execute every notebook: its percent script in a fresh kernel, the outputs written into the .ipynb beside it.
+
+    python -m analysis.notebooks                  # all
+    python -m analysis.notebooks throughput paper # some
+
+Invariant: the same rows give the same file: no times, no counters of runs, no paths of this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import jupytext
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from traitlets.config import Config
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith("_")))
+TIMEOUT_S = 120
+"""For one cell; a notebook takes seconds."""
+SOCKETS = Config(KernelManager={"transport": "ipc"})
+"""A kernel is spoken to through files of this user, not through ports."""
+
+
+def notebook_of(name: str) -> nbformat.NotebookNode:
+    """The script as a notebook without outputs; cells are numbered, so that ids do not change from run to run."""
+    notebook = jupytext.read(FOLDER / f"{name}.py")
+    notebook.metadata = nbformat.NotebookNode(
+        kernelspec={"display_name": "Python 3", "language": "python", "name": "python3"}, language_info={"name": "python"}
+    )
+    for number, cell in enumerate(notebook.cells):
+        cell["id"] = f"cell-{number}"
+        cell["metadata"] = {}
+    return notebook
+
+
+def executed(name: str) -> nbformat.NotebookNode:
+    """The same with its outputs. CellExecutionError where a cell raises."""
+    notebook = notebook_of(name)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["IPYTHONDIR"] = folder  # nothing of the user's profile, and no history left in it
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        options = {"timeout": TIMEOUT_S, "record_timing": False, "resources": {"metadata": {"path": str(ROOT)}}}
+        NotebookClient(notebook, config=SOCKETS, **options).execute()
+    for cell in notebook.cells:
+        cell["metadata"] = {}
+    notebook.metadata["language_info"] = {"name": "python"}
+    return notebook
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; 2 and one line on standard error where a name is unknown, 1 where a cell raises."""
+    parser = argparse.ArgumentParser(prog="python -m analysis.notebooks", description="Execute the notebooks.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which (default: all of {', '.join(NAMES)})")
+    names = parser.parse_args(arguments).names or NAMES
+    unknown = sorted(set(names) - set(NAMES))
+    if unknown:
+        print(
+            f"error: NAME: got {', '.join(unknown)}, allowed {', '.join(NAMES)}; write analysis/notebooks/NAME.py", file=sys.stderr
+        )
+        return 2
+    for name in names:
+        try:
+            nbformat.write(executed(name), FOLDER / f"{name}.ipynb")
+        except CellExecutionError as error:
+            print(f"error: {name}: {error}", file=sys.stderr)
+            return 1
+        print(FOLDER / f"{name}.ipynb", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""What the paper says (paper.csv), claim by claim, beside what these rows measured: on which hardware, under which formula.
+
+Invariant: a claim is quoted with its source, trust and flag, never corrected; a measured number stands beside it only where model
+size, length and system are the same, and always with its own machine. Batches and machines differ: read shapes, not races.
+
+trust: P the paper's own words; S2 two or more independent notes on it agree; S1 one note; R the public repository.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from analysis import load, style
+from analysis.compare import compare, interval_text
+from analysis.effects import STREAMS, setting_change
+from analysis.stats import Estimate
+from analysis.studies import Cell, cell_of, percent, studies, unablated
+from analysis.tables import Sheet
+
+CSV = Path(__file__).with_name("paper.csv")
+OOM = "OOM"
+ATTENTION = "6P + 12LhT"
+"""Formula of a FLOP count with attention: L layers of width h, T tokens a sequence; nothing is halved for the causal mask."""
+MODELS = {name: f"qwen2.5-{name.lower()}" for name in ("3B", "7B", "14B", "32B", "72B")}
+"""The paper's sizes -> models of conf/model."""
+OURS = {"megatrain": ("megatrain", "published_megatrain")}
+"""A system of the paper -> the systems that are measured for it, where the name is not the same."""
+HIDDEN = 3584
+"""Width of the models whose depth the paper varies."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One number of the paper, in the unit of its metric (tflops, tokens_per_s, step_s, device_gb, percent, ratio, change)."""
+
+    source: str
+    study: str
+    hardware: str
+    model: str
+    system: str
+    setting: str
+    batch_size: int | None
+    seq_len: int | None
+    metric: str
+    value: float | None
+    """None where it ran out of memory (`oom`), or where no number was found."""
+    oom: bool
+    formula: str
+    trust: str
+    flag: str
+    """Why to doubt it; empty where nothing is known against it."""
+
+    @property
+    def num_layers(self) -> int | None:
+        """Layers, in the study of depth."""
+        return int(self.setting.split()[0]) if self.study == "depth" else None
+
+
+def claims(path: Path = CSV) -> list[Claim]:
+    """Every claim of the file, in order. ValueError in one line for a row that is not one."""
+    found = []
+    with path.open(encoding="utf-8", newline="") as file:
+        for number, row in enumerate(csv.DictReader(file), 2):
+            try:
+                sizes = {name: int(row[name]) if row[name] else None for name in ("batch_size", "seq_len")}
+                value = None if row["value"] in ("", OOM) else float(row["value"])
+                words = {name: row[name] for name in row if name not in ("value", *sizes)}
+                found.append(Claim(**words, **sizes, value=value, oom=row["value"] == OOM))
+            except (TypeError, ValueError, KeyError) as error:
+                raise ValueError(f"{path}: line {number} is not a claim ({error}); see the header for its columns") from None
+    return found
+
+
+def cells_in(frame: pd.DataFrame) -> list[Cell]:
+    """The cells of the rows that run a system as it is meant to be run, oldest first."""
+    return [cell_of(record) for record in unablated(frame).sort_values("started_at", kind="stable").to_dict("records")]
+
+
+def cells_for(claim: Claim, cells: list[Cell]) -> list[Cell]:
+    """The last cell of each system and preset that does what the claim says, measured ones first and fastest first.
+
+    A cell that was not measured counts where no other of its kind was: it says why.
+    """
+    if claim.metric not in ("tflops", "tokens_per_s") or claim.study in ("ablation", "accuracy", "width", "third_party"):
+        return []
+    last: dict[tuple[str, str | None], Cell] = {}
+    for one in cells:
+        key = one.standing.system, one.preset
+        if _same(claim, one) and (one.standing.measured or key not in last or not last[key].standing.measured):
+            last[key] = one
+    return sorted(last.values(), key=lambda one: -one.standing.speed.value if one.standing.measured and one.standing.speed else 0.0)
+
+
+def tflops(cell: Cell, formula: str) -> float:
+    """10¹² floating-point operations a second of a drawn cell, recompute not counted: 6P or 6P + 12LhT a token."""
+    assert cell.drawn is not None
+    per_token = 6.0 * (cell.num_params or 0)
+    if formula == ATTENTION:
+        per_token += 12.0 * layers(cell) * cell.config.get("model.config.hidden_size", 0) * cell.seq_len
+    return per_token * cell.drawn.value / 1e12
+
+
+def layers(cell: Cell) -> int:
+    """Layers of its model; 0 where its config does not say."""
+    return int(cell.config.get("model.config.num_hidden_layers", 0))
+
+
+def _same(claim: Claim, cell: Cell) -> bool:
+    if cell.standing.system not in OURS.get(claim.system, (claim.system,)) or cell.seq_len != claim.seq_len:
+        return False
+    gpu = re.search(r"[A-Z]*\d{3,}", claim.hardware)
+    if claim.study == "other_gpus" and gpu is not None and gpu.group() not in cell.machine:
+        return False
+    if claim.study == "depth":
+        return layers(cell) == claim.num_layers and cell.config.get("model.config.hidden_size") == HIDDEN
+    return cell.model == MODELS.get(claim.model)
+
+
+def measured_text(claim: Claim, cells: list[Cell]) -> str:
+    """What these rows have for a claim, in its unit; empty where they have nothing."""
+    told = []
+    for one in cells_for(claim, cells):
+        name = f"{style.name_of(one.standing.system)} {one.preset or ''}".strip()
+        speed = one.standing.speed
+        if not one.standing.measured or speed is None:
+            told.append(f"{name} {one.standing.status_label}")
+            continue
+        unit = tflops(one, ATTENTION if claim.formula == ATTENTION else "6P") / speed.value if claim.metric == "tflops" else 1.0
+        ends = "" if speed.lo is None or speed.hi is None else f" ({unit * speed.lo:,.0f}–{unit * speed.hi:,.0f})"
+        differs = ", numerics differ" if one.standing.differs else ""
+        told.append(f"{name} {unit * speed.value:,.0f}{ends}, batch {one.batch_size}{differs}")
+    return "; ".join(told)
+
+
+def ratio_text(claim: Claim, frame: pd.DataFrame) -> str:
+    """Speeds over ZeRO-3's at the claim's model and length, each within one group of rows (one run's machine and shape)."""
+    told = []
+    for part in load.groups(frame):
+        first = part.iloc[0]
+        if (str(first["model"]), int(first["seq_len"])) == (MODELS.get(claim.model), claim.seq_len):
+            mine = [one for one in compare(part).ranked if one.system in OURS[claim.system] and one.ratio is not None]
+            told += [f"{one.label} {interval_text(one.ratio)}" for one in mine if one.ratio is not None]
+    return "; ".join(told)
+
+
+def change_text(change: Estimate) -> str:
+    """`−31.3% (−33.0% to −29.5%)`."""
+    ends = f" ({percent(change.lo)} to {percent(change.hi)})" if change.lo is not None and change.hi is not None else ""
+    return f"{percent(change.value)}{ends}"
+
+
+def double_buffering(frame: pd.DataFrame) -> str:
+    """The result of the double-buffering study in one sentence with its interval, beside the paper's; or how to get it."""
+    claim = next(one for one in claims() if one.setting == "without double buffering" and one.metric == "change")
+    assert claim.value is not None
+    said = f"the paper reports {percent(claim.value)} ({claim.model} on one {claim.hardware}, {claim.source})"
+    found = setting_change(studies(frame), claim.setting) if len(frame) else None
+    if found is None:
+        how = "python -m sweeps.run +ablation=double_buffering"
+        return f"Double buffering has not been measured here yet ({how} makes the rows); {said}."
+    cell, gap = found.cell, found.estimate
+    ends = f"95% interval {percent(gap.lo)} to {percent(gap.hi)}" if gap.lo is not None and gap.hi is not None else "no interval"
+    what = f"one slot instead of two, {cell.config.get(STREAMS)} streams"
+    where = f"{cell.model}, {cell.batch_size} × {cell.seq_len} tokens, {cell.machine}"
+    return f"Without double buffering ({what}) throughput changes by {percent(gap.value)} ({ends}; {where}); {said}."
+
+
+def value_text(claim: Claim) -> str:
+    """The paper's number as a table prints it; a dagger where it is flagged."""
+    mark = "†" if claim.flag else ""
+    if claim.value is None:
+        return (OOM if claim.oom else "no number") + mark
+    return (percent(claim.value) if claim.metric == "change" else f"{claim.value:,g}") + mark
+
+
+def table(frame: pd.DataFrame, study: str | None = None) -> Sheet:
+    """Every claim (of one study) beside what was measured; flags and conventions as caveats below."""
+    cells, told = cells_in(frame), [one for one in claims() if study in (None, one.study)]
+    title = ["study", "system", "setting", "hardware", "paper", "unit", "formula", "trust", "measured here", "source"]
+    body, groups = [], studies(frame)
+    for one in told:
+        change = setting_change(groups, one.setting) if one.metric == "change" else None
+        ratio = ratio_text(one, frame) if one.metric == "ratio" else ""
+        here = ratio or (change_text(change.estimate) if change else measured_text(one, cells))
+        shape = f"{one.model}{f', {one.setting}' if one.setting else ''}{f', T {one.seq_len}' if one.study == 'context' else ''}"
+        source = one.source.removeprefix("arXiv 2604.05091 ").strip("()")
+        unit = {"device_gb": "GB", "tokens_per_s": "tokens/s", "step_s": "s", "tflops": "TFLOPS", "percent": "%", "ratio": "×"}
+        row = [one.study.replace("_", " "), style.name_of(one.system), shape, one.hardware, value_text(one)]
+        body.append([*row, unit.get(one.metric, one.metric), one.formula or "—", one.trust, here or "—", source])
+    machines = "; ".join(sorted(set(frame["machine_name"])))
+    formula = f"under 6P unless the paper's formula is {ATTENTION}"
+    notes = [f"Measured on {machines}, with 95% intervals, {formula}; batches are not the paper's."]
+    notes += [f"† {one.system} {one.model} {one.setting or one.seq_len or ''}: {one.flag}." for one in told if one.flag]
+    return Sheet(cells=[title, *body], align="llllrlllll", notes=list(dict.fromkeys(notes)))

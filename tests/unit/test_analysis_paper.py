@@ -1,0 +1,187 @@
+"""The paper's numbers and what stands beside them: claims as the file has them, matches, table, sentence and figure."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+
+from analysis import load, paper, style, tables
+from analysis.figures import paper as drawing
+from analysis.paper import Claim
+from sweeps.result import Row
+from tests.unit.test_analysis_figures import words
+from tests.unit.test_analysis_load import H200, row
+from tests.unit.test_analysis_studies import config, grid_rows, windows
+
+CLAIMS = paper.claims()
+SHAPE = {"num_hidden_layers": 28, "hidden_size": 3584}
+TRUSTS = {"P", "S2", "S1", "R"}
+
+
+def one_claim(**fields: Any) -> Claim:
+    (found,) = [one for one in CLAIMS if all(getattr(one, name) == value for name, value in fields.items())]
+    return found
+
+
+def measured(system: str, step_s: float, name: str = "qwen2.5-7b", length: int = 1024, **fields: Any) -> Row:
+    params = {"qwen2.5-7b": 7_615_616_512, "qwen2.5-14b": 14_770_033_664}[name]
+    shape: dict[str, Any] = {"model": name, "num_params": params, "seq_len": length, "batch_size": 32768 // length}
+    return row(system, windows(step_s), config={"model": {"config": SHAPE}}, cell=f"{system}{length}{fields}", **shape, **fields)
+
+
+def test_every_claim_has_a_source_a_trust_and_known_words() -> None:
+    assert len(CLAIMS) > 90
+    for one in CLAIMS:
+        assert one.trust in TRUSTS
+        assert "2602.04816" not in one.source, "withdrawn: its numbers are never printed"
+        assert one.source.startswith(("arXiv ", "the public repository"))
+        assert one.value is not None or one.oom or one.flag
+        assert one.metric in ("tflops", "tokens_per_s", "step_s", "device_gb", "percent", "ratio", "change")
+
+
+def test_numbers_of_the_paper_are_as_it_has_them() -> None:
+    assert one_claim(metric="ratio").value == 1.84
+    assert one_claim(setting="without double buffering", metric="change").value == -0.313
+    full, without = (one_claim(setting=name, metric="tflops").value for name in ("full", "without double buffering"))
+    assert full is not None
+    assert without is not None
+    assert without / full - 1 == pytest.approx(-0.313, abs=5e-4)
+    for one in CLAIMS:
+        if one.study == "context" and one.formula == paper.ATTENTION and one.metric == "tflops":
+            step = one_claim(study="context", seq_len=one.seq_len, metric="step_s").value
+            assert step is not None
+            assert one.seq_len is not None
+            per_token = 6 * 7_615_616_512 + 12 * 28 * 3584 * one.seq_len
+            assert one.value == pytest.approx(per_token * one.seq_len / step / 1e12, rel=2e-3)
+    doubtful = [one.seq_len for one in CLAIMS if one.study == "context" and one.metric == "tflops" and one.flag]
+    assert doubtful == [8192, 32768, 131072, 524288]
+    assert "625 TFLOPS" in one_claim(study="context", seq_len=131072, metric="tflops").flag
+
+
+def test_a_row_that_is_no_claim_is_one_line(tmp_path: Path) -> None:
+    bad = tmp_path / "paper.csv"
+    bad.write_text(paper.CSV.read_text().splitlines()[0] + "\na,headline,GH200,7B,zero3,,x,,tflops,1,6P,P,\n")
+    with pytest.raises(ValueError, match=r"paper.csv: line 2 is not a claim .*'x'"):
+        paper.claims(bad)
+
+
+def test_a_measurement_stands_beside_a_claim_only_if_size_length_and_system_are_the_same() -> None:
+    rows = [
+        measured("megatrain", 4.0, preset="stream"),
+        measured("megatrain", 2.5, preset="fast"),
+        measured("megatrain", 2.5, preset="fast", length=8192),
+        measured("megatrain", 9.0, "qwen2.5-14b", preset="fast"),
+        row("zero3", status="wont_fit", model="qwen2.5-7b", config={}, cell="z"),
+        *grid_rows(),
+    ]
+    cells = paper.cells_in(load.from_rows(rows))
+    ours = one_claim(study="headline", model="7B", system="megatrain")
+    assert [(one.preset, one.seq_len) for one in paper.cells_for(ours, cells)] == [("fast", 1024), ("stream", 1024)]
+    told = paper.measured_text(ours, cells)
+    assert re.fullmatch(r"MegaTrain fast 599 \(\d+–\d+\), batch 32; MegaTrain stream 374 \(\d+–\d+\), batch 32", told)
+    assert paper.measured_text(one_claim(study="headline", model="7B", system="zero3"), cells) == "ZeRO-3 does not fit"
+    assert paper.measured_text(one_claim(study="headline", model="32B", system="megatrain"), cells) == ""
+    assert [one.preset for one in paper.cells_for(one_claim(study="depth", setting="28 layers", system="megatrain"), cells)]
+    assert paper.cells_for(one_claim(study="depth", setting="42 layers"), cells) == []
+    assert paper.cells_for(one_claim(study="other_gpus", model="7B", system="zero3", hardware="A100 PCIe 80 GB"), cells) == []
+    a100 = [measured("zero3", 9.0, machine=H200 | {"gpu": "NVIDIA A100-PCIE-80GB"})]
+    there = paper.cells_in(load.from_rows(a100))
+    assert paper.cells_for(one_claim(study="other_gpus", model="7B", system="zero3", hardware="A100 PCIe 80 GB"), there)
+
+
+def test_attention_is_counted_where_the_claim_counts_it() -> None:
+    (cell,) = paper.cells_in(load.from_rows([measured("megatrain", 10.0, length=32768)]))
+    plain = 6 * 7_615_616_512 * 3276.8 / 1e12
+    assert paper.tflops(cell, "6P") == pytest.approx(plain, rel=1e-4)
+    assert paper.tflops(cell, paper.ATTENTION) == pytest.approx(plain + 12 * 28 * 3584 * 32768 * 3276.8 / 1e12, rel=1e-4)
+
+
+def test_the_ratio_comes_from_one_run() -> None:
+    rows = [measured("zero3", 10.0, "qwen2.5-14b"), measured("megatrain", 5.0, "qwen2.5-14b", preset="fast")]
+    claim = one_claim(metric="ratio")
+    assert re.match(r"MegaTrain 2\.00x \(95% interval 1\.9\d to 2\.0\d\)", paper.ratio_text(claim, load.from_rows(rows)))
+    apart = [rows[0], measured("megatrain", 5.0, "qwen2.5-14b", experiment="another")]
+    assert paper.ratio_text(claim, load.from_rows(apart)) == ""
+
+
+def test_table_keeps_flags_formulas_and_machines() -> None:
+    sheet = paper.table(load.from_rows([measured("megatrain", 4.0), *grid_rows()]))
+    lines = {(line[0], line[1], line[2], line[5]): line for line in sheet.cells[1:]}
+    doubled = lines["ablation", "MegaTrain", "14B, without double buffering", "change"]
+    assert doubled[4] == "−31.3%"
+    assert re.fullmatch(r"−33\.3% \(−3\d\.\d% to −3\d\.\d%\)", doubled[8])
+    assert lines["context", "MegaTrain", "7B, T 131072", "TFLOPS"][4] == "305.3†"
+    assert lines["context", "MegaTrain", "7B, T 262144", "TFLOPS"][6] == paper.ATTENTION
+    assert lines["headline", "ZeRO-3", "32B", "TFLOPS"][4] == "OOM"
+    assert sheet.notes[0].startswith("Measured on NVIDIA H200, 16 cores, 134 GB host")
+    assert sum(note.startswith("†") for note in sheet.notes) >= 8
+    tex = tables.as_latex(sheet)
+    assert "305.3$^\\dagger$" in tex
+    assert not set("†−–—×") & set(tex)
+
+
+def test_the_double_buffering_sentence_comes_from_rows() -> None:
+    none = paper.double_buffering(load.from_rows([measured("megatrain", 4.0)]))
+    assert none == (
+        "Double buffering has not been measured here yet (python -m sweeps.run +ablation=double_buffering makes the rows); "
+        "the paper reports −31.3% (14B on one GH200, arXiv 2604.05091 Table 4)."
+    )
+    told = paper.double_buffering(load.from_rows(grid_rows()))
+    assert re.fullmatch(
+        r"Without double buffering \(one slot instead of two, 3 streams\) throughput changes by −33\.3% \(95% interval "
+        r"−3\d\.\d% to −3\d\.\d%; qwen2\.5-3b, 32 × 1024 tokens, NVIDIA H200, 16 cores, 134 GB host\); "
+        r"the paper reports −31\.3% .*",
+        told,
+    )
+    slower = [row("megatrain", windows(step_s), experiment="d", cell=str(d), config=config(depth=d, streams=2)) for d, step_s in
+              ((1, 8.0), (2, 4.0))]  # fmt: skip
+    assert "changes by −50.0%" in paper.double_buffering(load.from_rows(slower))
+
+
+def marked(axes: Axes, label: str) -> list[list[tuple[float, float]]]:
+    return [[(float(x), float(y)) for x, y in np.asarray(one.get_xydata())] for one in axes.lines if one.get_label() == label]
+
+
+def test_figure_sets_claims_apart_from_measurements() -> None:
+    rows = [measured("megatrain", 2.5, preset="fast"), measured("zero3", 9.0, "qwen2.5-14b"), *grid_rows()]
+    figure = drawing.figure(load.from_rows(rows))
+    headline, ablation, context, depth = figure.axes
+    assert figure.get_size_inches()[0] == style.PAGE_IN
+    assert [axes.get_ylabel() for axes in (headline, context, depth)] == ["TFLOPS (6P)", "TFLOPS (6P + 12LhT)", "TFLOPS (6P)"]
+    assert [axes.get_xlabel() for axes in figure.axes] == [
+        "parameters (10⁹)",
+        "change of throughput, %",
+        "tokens a sequence",
+        "layers",
+    ]
+    said, oom = marked(headline, "ZeRO-3, paper")
+    assert said == [(7.6, 232), (14.8, 143)]
+    assert oom[0][0] == 32.8
+    assert marked(headline, "ZeRO-3") == [[(14.8, pytest.approx(6 * 14_770_033_664 * 32768 / 9 / 1e12, rel=1e-3))]]
+    claimed = next(one for one in headline.lines if one.get_label() == "MegaTrain, paper")
+    assert (claimed.get_linestyle(), to_hex(str(claimed.get_markerfacecolor()))) == (":", "#ffffff")
+    assert words(headline).count("†") == 2
+    assert words(context).count("†") == 4
+    assert len([one for one in headline.lines if one.get_marker() == "x"]) == 4
+    bars = {str(box.get_label()): box.patches[0] for box in ablation.containers if hasattr(box, "patches")}
+    assert bars["without double buffering, paper"].get_width() == pytest.approx(-31.3)
+    assert bars["without double buffering, qwen2.5-3b"].get_width() == pytest.approx(-100 / 3, rel=1e-3)
+    assert bars["without double buffering, paper"].get_facecolor()[3] == 0
+    assert words(ablation).count("not measured here") == 2
+    assert "GH200" in figure.get_suptitle()
+    assert "NVIDIA H200" in figure.get_suptitle()
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names[-1] == "OOM, paper"
+    assert {"MegaTrain, paper", "MegaTrain fast", "in memory, paper"} <= set(names)
+
+
+def test_a_panel_without_measurements_says_so() -> None:
+    figure = drawing.figure(load.from_rows([measured("megatrain", 9.0, "qwen2.5-14b")]))
+    told = [[text.get_text() for text in axes.texts if "not measured here yet" in text.get_text()] for axes in figure.axes]
+    assert [bool(one) for one in told] == [False, False, True, False]

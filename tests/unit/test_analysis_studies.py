@@ -1,0 +1,243 @@
+"""What kind of study rows are, what was varied in them, and what a setting is worth; tables of studies. Fixture studies."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from analysis import effects, load, studies, tables
+from analysis.compare import CPU_NOTE
+from analysis.studies import Study, study_of
+from sweeps.result import Row
+from tests.unit.test_analysis_load import CPU, cpu_rows, h200_rows, row
+
+RUNGS = ("0_paper", "1_own_slabs", "2_overlap", "6_fast")
+
+
+def config(recipe: dict[str, Any] | None = None, **system: Any) -> dict[str, Any]:
+    composed = {"name": "megatrain", "dtype": "bfloat16", **system}
+    machine = {"device": "cuda", "device_bytes": None}
+    return {"system": composed, "recipe": recipe or {"clip_norm": 1.0}, "measure": {"windows": 3}, "machine": machine}
+
+
+def windows(step_s: float) -> list[float]:
+    return [step_s, step_s * 1.004, step_s * 0.996]
+
+
+def grid_rows() -> list[Row]:
+    """Depth 1 to 3, streams 1 to 3: depth 1 costs half as much again; one OOM, one prediction, one with other numerics."""
+    rows = []
+    for depth, streams in itertools.product((3, 1, 2), (1, 2, 3)):
+        common: dict[str, Any] = {"experiment": "double_buffering", "cell": f"{depth}{streams}", "preset": "stream"}
+        common |= {"config": config(depth=depth, streams=streams), "agrees": True}
+        step_s = (6.0 if depth == 1 else 4.0) * (1.2 if streams == 1 else 1.0)
+        if (depth, streams) == (3, 1):
+            rows.append(row("megatrain", status="oom_device", reason="141 GB", **common))
+        elif (depth, streams) == (3, 2):
+            rows.append(row("megatrain", status="wont_fit", plan={"step_s": 4.096}, **common))
+        elif (depth, streams) == (2, 1):
+            rows.append(row("megatrain", windows(0.1), **(common | {"agrees": False, "max_loss_difference": 0.1})))
+        else:
+            rows.append(row("megatrain", windows(step_s), **common))
+    return rows
+
+
+def ladder_rows() -> list[Row]:
+    steps = zip(RUNGS, (6.0, 5.0, 4.0, 2.0), strict=True)
+    common: dict[str, Any] = {"experiment": "ladder", "config": config(), "agrees": True}
+    return [row("megatrain", windows(step_s), cell=rung, preset=rung, **common) for rung, step_s in reversed(list(steps))]
+
+
+def factor_rows() -> list[Row]:
+    """Overlap on and off, with clipping and without."""
+    settings = itertools.product((True, False), (1.0, 0))
+    return [
+        row(
+            "megatrain",
+            windows(2.0 + number),
+            experiment="optimizer_overlap",
+            cell=str(number),
+            config=config(optimizer_overlap=overlap, recipe={"clip_norm": clip}),
+        )
+        for number, (overlap, clip) in enumerate(settings)
+    ]
+
+
+def size_rows() -> list[Row]:
+    """Three sizes of two systems: the largest is predicted of one, does not fit for the other."""
+    rows = []
+    for system, preset in (("megatrain", "fast"), ("megatrain", "stream"), ("zero3", None)):
+        for billions in (1, 2, 8):
+            name, slow = f"{system}{preset}", {"fast": 1.0, "stream": 1.5}.get(str(preset), 3.0)
+            common: dict[str, Any] = {"experiment": "model_size", "cell": f"{name}{billions}", "preset": preset}
+            common |= {"model": f"{billions}b", "num_params": billions * 10**9}
+            if billions < 8:
+                rows.append(row(system, windows(slow * billions), **common))
+            elif system == "zero3":
+                rows.append(row(system, status="wont_fit", reason="host", **common))
+            else:
+                rows.append(row(system, status="wont_fit", plan={"step_s": 10.0 * slow}, **common))
+    return rows
+
+
+def study(rows: list[Row]) -> Study:
+    return study_of(load.from_rows(rows))
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "factors"),
+    [
+        (grid_rows(), "grid", {"system.depth": [1, 2, 3], "system.streams": [1, 2, 3]}),
+        (ladder_rows(), "ladder", {}),
+        (factor_rows(), "factor", {"system.optimizer_overlap": [True, False], "recipe.clip_norm": [0, 1.0]}),
+        (size_rows(), "scale", {}),
+        (h200_rows(), "comparison", {}),
+        (h200_rows()[:3], "comparison", {}),
+        ([row("megatrain", [1.0], preset=name, cell=name) for name in ("stream", "fast")], "comparison", {}),
+    ],
+    ids=["grid", "ladder", "factor", "scale", "systems", "one of each", "presets"],
+)
+def test_a_study_is_known_by_what_differs(rows: list[Row], kind: str, factors: dict[str, list[Any]]) -> None:
+    found = study(rows)
+    assert (found.kind, found.factors) == (kind, factors)
+    assert len(found.cells) == len(rows)
+
+
+def test_what_cannot_change_a_measurement_is_no_factor_and_references_stand_beside() -> None:
+    rows = grid_rows()
+    for number, one in enumerate(rows):
+        one.config["measure"] = {"windows": number}
+        one.config["output_dir"] = str(number)
+    found = study([row("in_memory", [1.0], experiment="double_buffering"), *rows])
+    assert found.kind == "grid"
+    assert list(found.factors) == ["system.depth", "system.streams"]
+    assert {one.standing.system for one in found.cells} == {"megatrain"}
+    several = study([*rows, row("fsdp2", [1.0], experiment="double_buffering")])
+    assert several.kind == "comparison", "an axis that joins a comparison of systems hides none of them"
+
+
+def test_a_capped_device_is_a_factor() -> None:
+    caps = (16 * 10**9, None)
+    rows = [
+        row("megatrain", [1.0 + n], experiment="device_memory", cell=str(n), config=config() | {"machine": {"device_bytes": cap}})
+        for n, cap in enumerate(caps)
+    ]
+    assert [one.label for one in study(rows).cells] == ["device bytes 16 GB", "device bytes whole device"]
+
+
+def test_a_prediction_is_never_a_measurement() -> None:
+    found = {(one.factors["system.depth"], one.factors["system.streams"]): one for one in study(grid_rows()).cells}
+    guess = found[3, 2]
+    assert guess.predicted is not None
+    assert guess.drawn is not None
+    assert guess.drawn.value == pytest.approx(32 * 1024 / 4.096)
+    assert not guess.drawn.has_interval
+    assert not guess.standing.measured
+    assert found[3, 1].drawn is None
+    assert found[3, 3].predicted is None
+    measured = row("megatrain", [1.0], plan={"step_s": 0.5})
+    assert study([measured]).cells[0].predicted is None
+
+
+def test_best_and_change_leave_out_other_numerics() -> None:
+    found = study(grid_rows())
+    assert found.best is not None
+    assert (found.best.factors["system.depth"], found.best.standing.agrees) == (2, True)
+    odd = next(one for one in found.cells if one.standing.agrees is False)
+    assert studies.change(odd, found.best) is None
+    slow = next(one for one in found.cells if one.factors == {"system.depth": 1, "system.streams": 3})
+    gap = studies.change(slow, found.best)
+    assert gap is not None
+    assert gap.value == pytest.approx(4 / 6 - 1)
+    assert gap.lo is not None
+    assert gap.hi is not None
+    assert -1 < gap.lo < gap.value < gap.hi < 0
+
+
+def test_the_setting_of_an_ablation_is_a_pair_that_differs_in_it_alone() -> None:
+    groups = [study(grid_rows())]
+    found = effects.setting_change(groups, "without double buffering")
+    assert found is not None
+    assert (found.cell.factors, found.base.factors) == (
+        {"system.depth": 1, "system.streams": 3},
+        {"system.depth": 2, "system.streams": 3},
+    )
+    assert found.estimate.value == pytest.approx(-1 / 3)
+    two = [one for one in grid_rows() if one.config["system"]["streams"] != 3]
+    fewer = effects.setting_change([study(two)], "without double buffering")
+    assert fewer is not None
+    assert fewer.cell.factors["system.streams"] == 2
+    unlike = [one for one in grid_rows() if one.config["system"]["depth"] == 1 or one.config["system"]["streams"] == 1]
+    assert effects.setting_change([study(unlike)], "without double buffering") is None
+    assert effects.setting_change(groups, "checkpoint interval 1") is None
+    assert effects.setting_change(groups, "without the gradient slab pool") is None
+
+
+def test_sentences() -> None:
+    assert studies.sentence(study(ladder_rows())).startswith(
+        "Rung fast is the fastest (16,384 tokens/s); Rung paper the slowest, −66.7%"
+    )
+    assert "optimizer overlap on, clip norm 1.0 is the fastest" in studies.sentence(study(factor_rows()))
+    nothing = [row("megatrain", status="oom_device", experiment="x", cell=str(n), config=config(depth=n)) for n in (1, 2)]
+    assert studies.sentence(study(nothing)) == "x: no cell was measured with agreeing losses."
+
+
+def test_only_systems_as_they_are_meant_to_be_run_are_compared_with_the_paper() -> None:
+    frame = load.from_rows([*h200_rows(), *grid_rows(), *ladder_rows(), *size_rows(), *cpu_rows()])
+    assert set(studies.unablated(frame)["experiment"]) == {"quickstart", "model_size"}
+    assert studies.unablated(load.from_rows(grid_rows())).empty
+
+
+def by_label(rows: list[Row], columns: int) -> dict[tuple[str, ...], list[str]]:
+    sheet = tables.study_sheet(study(rows))
+    return {tuple(line[:columns]): line[columns:] for line in sheet.cells}
+
+
+def test_table_of_a_grid() -> None:
+    sheet, lines = tables.study_sheet(study(grid_rows())), by_label(grid_rows(), 2)
+    title = ["tokens/s", "change from the fastest", "95% interval", "TFLOPS 6P", "agrees"]  # no row states its memory
+    assert lines["depth", "streams"] == title
+    assert lines["1", "3"][:2] == ["5,461", "−33.3%"]
+    assert lines["1", "3"][2].startswith("−3")
+    assert lines["3", "2"][:2] == ["8,000 predicted", "—"]
+    assert lines["3", "1"][0] == "OOM (device)"
+    assert lines["2", "1"][-1] == "differs"
+    assert sheet.notes == [
+        "2, 1: numerics differ from the reference; not compared",
+        "3, 1: OOM (device): 141 GB",
+        "3, 2: predicted by the cost model, not measured",
+    ]
+    assert "| **2** | **2** | **8,192** |" in tables.as_markdown(sheet)
+
+
+def test_a_study_on_a_cpu_says_what_it_is_worth() -> None:
+    rows = [row("megatrain", windows(n), experiment="x", cell=str(n), config=config(depth=n), machine=CPU) for n in (1.0, 2.0)]
+    assert tables.study_sheet(study(rows)).notes == [CPU_NOTE]
+
+
+def test_table_of_a_ladder_counts_from_the_first_rung() -> None:
+    lines = by_label(ladder_rows(), 1)
+    assert list(lines) == [("rung",), ("paper",), ("own slabs",), ("overlap",), ("fast",)]
+    assert [line[1] for line in lines.values()] == ["change from the first", "—", "+20.0%", "+50.0%", "+200.0%"]
+
+
+def test_latex_has_rules_and_caveats() -> None:
+    tex = tables.as_latex(tables.study_sheet(study(grid_rows())))
+    assert tex.startswith("\\begin{tabular}{llrrrrl}\n\\toprule\ndepth & streams & tokens/s")
+    assert "\\textbf{2} & \\textbf{2} & \\textbf{8,192}" in tex
+    assert "$-$33.3\\%" in tex
+    assert tex.index("\\bottomrule") < tex.index("\\multicolumn{7}{@{}p{\\linewidth}@{}}{\\footnotesize 3, 2: predicted")
+    assert not set("−—–†") & set(tex)
+
+
+def test_studies_of_several_machines_stay_apart() -> None:
+    other = [row("megatrain", [1.0], experiment="ladder", preset="0_paper", machine={"gpu": "NVIDIA A100"})]
+    frame = load.from_rows([*ladder_rows(), *other])
+    assert [(one.machine, len(one.cells)) for one in studies.studies(frame)] == [
+        ("NVIDIA H200, 16 cores, 134 GB host", 4),
+        ("NVIDIA A100", 1),
+    ]
+    assert isinstance(frame, pd.DataFrame)

@@ -1,0 +1,249 @@
+"""Figures of throughput, memory, ablations and convergence: data, axes, units, series and marks; never pixels."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+
+from analysis import load, style
+from analysis.figures import ablation, convergence, memory, throughput
+from analysis.make import RESULTS
+from sweeps.result import Row, read_rows
+from tests.unit.test_analysis_figures import words
+from tests.unit.test_analysis_load import GIB, cpu_rows, curve, h200_rows, row
+from tests.unit.test_analysis_studies import factor_rows, grid_rows, ladder_rows, size_rows, windows
+
+
+def figure_of(module: Any, rows: list[Row], *more: Any) -> Figure:
+    drawn: Figure = module.figure(load.from_rows(rows), *more)
+    return drawn
+
+
+def lines(axes: Axes) -> dict[str, Line2D]:
+    return {str(line.get_label()): line for line in axes.lines if not str(line.get_label()).startswith("_")}
+
+
+def patches(axes: Axes) -> dict[str, Rectangle]:
+    bars = {str(box.get_label()): box.patches[0] for box in axes.containers if hasattr(box, "patches")}
+    return bars | {str(one.get_label()): one for one in axes.patches if isinstance(one, Rectangle)}
+
+
+def legend(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def points(line: Line2D) -> list[tuple[float, float]]:
+    return [(float(x), float(y)) for x, y in np.asarray(line.get_xydata())]
+
+
+def test_throughput_against_model_size() -> None:
+    figure = figure_of(throughput, size_rows(), "num_params")
+    (axes,) = figure.axes
+    assert figure.get_size_inches()[0] == style.COLUMN_IN
+    assert (axes.get_ylabel(), axes.get_xlabel()) == ("TFLOPS (6P)", "parameters (10⁹)\n(32 × 1024 tokens)")
+    fast = points(lines(axes)["MegaTrain fast"])
+    assert fast == [(1e9, pytest.approx(6e9 * 32768 / 1e12)), (2e9, pytest.approx(6e9 * 32768 / 1e12))]
+    guess = lines(axes)["MegaTrain fast predicted"]
+    assert points(guess)[-1] == (8e9, pytest.approx(6 * 8e9 * 3276.8 / 1e12))
+    assert (to_hex(str(guess.get_markerfacecolor())), guess.get_linestyle()) == ("#ffffff", "--")
+    assert guess.get_markevery() == slice(1, None), "the measured point it starts from is not drawn hollow"
+    assert points(lines(axes)["ZeRO-3 wont_fit"]) == [(8e9, pytest.approx(0.035))]
+    assert [line.get_marker() for line in axes.lines if line.get_color() == style.ALARM] == ["+"]
+    assert legend(figure) == ["MegaTrain fast", "MegaTrain stream", "ZeRO-3", "predicted", "does not fit"]
+    assert axes.get_ylim()[0] == 0
+
+
+def scaled(batch: int, length: int, step_s: float, **fields: Any) -> Row:
+    tokens_per_s = batch * length / step_s
+    cell = f"{batch}x{length}{fields}"
+    return row("megatrain", windows(step_s), batch_size=batch, seq_len=length, cell=cell, tokens_per_s=tokens_per_s, **fields)
+
+
+def test_throughput_has_a_panel_for_each_thing_that_varies() -> None:
+    rows = [scaled(batch, 1024, 0.5 + batch / 8) for batch in (2, 8, 32)]
+    rows += [scaled(32 * 1024 // length, length, 4.6) for length in (4096, 32768)]
+    figure = figure_of(throughput, [*rows, *size_rows()])
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["Model size", "Batch", "Context"]
+    assert figure.get_size_inches()[0] == style.PAGE_IN
+    batch, context = figure.axes[1:]
+    assert batch.get_xlabel() == "sequences a step\n(qwen2.5-3b, 1024 tokens each)"
+    assert batch.get_ylabel() == "tokens / s"
+    assert [x for x, _ in points(lines(batch)["MegaTrain"])] == [2, 8, 32]
+    assert context.get_xlabel() == "tokens a sequence\n(qwen2.5-3b, 32,768 tokens)"
+    assert [x for x, _ in points(lines(context)["MegaTrain"])] == [1024, 4096, 32768]
+    assert [context.xaxis.get_major_formatter()(value) for value in (1024, 32768)] == ["1K", "32K"]
+
+
+def test_throughput_takes_the_last_measurement_and_no_ablations() -> None:
+    old = scaled(2, 1024, 9.0, started_at="2026-11-01T00:00:00Z", git_commit="old")
+    rows = [scaled(2, 1024, 1.0), scaled(8, 1024, 2.0), old]
+    axes = figure_of(throughput, [*rows, *grid_rows()]).axes[0]
+    assert points(lines(axes)["MegaTrain"]) == [(2, pytest.approx(2048)), (8, pytest.approx(4096))]
+    assert set(lines(axes)) == {"MegaTrain"}
+
+
+def test_throughput_refuses_what_a_line_cannot_show() -> None:
+    with pytest.raises(ValueError, match="the same in all rows"):
+        figure_of(throughput, h200_rows())
+    with pytest.raises(ValueError, match="a line never spans two"):
+        figure_of(throughput, [*h200_rows(), *cpu_rows()])
+
+
+def test_memory_by_kind_with_the_plan_of_what_was_refused() -> None:
+    refused = row("fsdp2", status="wont_fit", plan={"device": {"weights": 10**9}, "host": {"moments": 10**11, "odd": 10**11}})
+    figure = figure_of(memory, [*h200_rows()[:3], refused])
+    device, host = figure.axes
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["Device, observed above plan", "Host, observed above plan"]
+    assert {axes.get_xlabel() for axes in figure.axes} == {"peak, GB (10⁹ bytes)"}
+    assert patches(device)["ZeRO-3 observed"].get_width() == pytest.approx(69.6)
+    assert patches(device)["ZeRO-3 observed"].get_hatch() == style.SYSTEMS["zero3"].hatch
+    assert patches(host)["MegaTrain weights"].get_width() == pytest.approx(41 * GIB / 1e9)
+    moments, other = patches(host)["FSDP2 moments"], patches(host)["FSDP2 other"]
+    assert (moments.get_width(), other.get_x(), other.get_width()) == (100, 100, 100)
+    assert "FSDP2 observed" not in patches(host)
+    assert words(device).count("does not fit") == 1
+    assert [line.get_xdata()[0] for line in host.lines if line.get_label() == "limit"] == [134]  # type: ignore[index]
+    assert legend(figure) == ["weights", "Adam moments", "other"]
+
+
+def test_memory_of_a_cpu_run_has_the_host_alone() -> None:
+    (axes,) = figure_of(memory, cpu_rows()).axes
+    assert axes.get_title(loc="left") == "Host, observed"
+    assert set(patches(axes)) - {"_nolegend_"} == {"in memory observed", "MegaTrain observed", "FSDP2 observed"}
+
+
+def test_kinds_keep_their_order_and_unknown_ones_are_other() -> None:
+    found = memory.kinds({"head": 1, "gradients": 2, "weights": 3, "setup": 4, "master": 0})
+    assert list(found.items()) == [("weights", 3), ("gradients", 2), ("other", 5)]
+
+
+def cell_words(axes: Axes) -> dict[tuple[int, int], str]:
+    return {(round(text.get_position()[0]), round(text.get_position()[1])): text.get_text() for text in axes.texts}
+
+
+def test_heat_map_of_depth_and_streams() -> None:
+    figure = figure_of(ablation, grid_rows())
+    (axes,) = figure.axes
+    assert figure.get_size_inches()[0] == style.COLUMN_IN
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("streams", "depth (slots)")
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["1", "2", "3"]
+    told = cell_words(axes)
+    assert told[1, 1] == "fastest\n8,192"
+    assert told[2, 0].startswith("−33.3% ±")
+    assert told[2, 0].endswith("\n5,461")
+    assert told[0, 1] == "numerics\ndiffer"
+    assert told[0, 2] == "OOM\n(device)"
+    assert told[1, 2] == "8,000\npredicted"
+    boxes = patches(axes)
+    guess = boxes["depth 3, streams 2"]
+    assert (to_hex(guess.get_facecolor()), guess.get_linestyle()) == ("#ffffff", "--")
+    assert boxes["depth 3, streams 1"].get_hatch() == "////"
+    shades = [sum(boxes[f"depth {depth}, streams 3"].get_facecolor()[:3]) for depth in (1, 2)]
+    assert shades[0] < shades[1], "the more is lost, the darker"
+    assert "qwen2.5-3b, batch 32 × 1024 tokens\nNVIDIA H200" in figure.get_suptitle()
+
+
+def test_ladder_is_cumulative() -> None:
+    (axes,) = figure_of(ablation, ladder_rows()).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["paper", "+ own slabs", "+ overlap", "+ fast"]
+    assert words(axes) == ["1.00×", "1.20× (+20.0%)", "1.50× (+25.0%)", "3.00× (+100.0%)"]
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([32768 / step for step in (6, 5, 4, 2)])  # type: ignore[attr-defined]
+    assert axes.get_xlabel() == "tokens / s (95% interval)"
+
+
+def test_bars_of_any_factors() -> None:
+    rows = factor_rows()
+    rows[3] = row("megatrain", status="oom_host", experiment=rows[3].experiment, cell="3", config=rows[3].config)
+    rows[2] = row(
+        "megatrain", status="wont_fit", plan={"step_s": 4.0}, experiment=rows[2].experiment, cell="2", config=rows[2].config
+    )
+    figure = figure_of(ablation, rows)
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["on / off", "on / 1.0", "off / off", "off / 1.0"]
+    assert words(axes) == ["−33.3%", "fastest", "OOM (host)", "predicted"]
+    guess = patches(axes)["optimizer overlap off, clip norm 1.0"]
+    assert (guess.get_facecolor()[3], guess.get_linestyle(), guess.get_hatch()) == (0, "--", None)
+    assert (
+        figure.get_suptitle()
+        .replace("\n", " ")
+        .endswith("rows: optimizer overlap / clip norm; at the bars: change from the fastest")
+    )
+
+
+def test_what_is_no_ablation_is_refused() -> None:
+    for rows in (h200_rows(), size_rows()):
+        with pytest.raises(ValueError, match="no ablation"):
+            figure_of(ablation, rows)
+
+
+def test_convergence_shows_every_loss_and_the_difference() -> None:
+    figure = figure_of(convergence, h200_rows())
+    assert figure.get_size_inches()[0] == style.COLUMN_IN
+    loss, difference = sorted(figure.axes, key=lambda axes: -axes.get_position().y0)
+    assert [line[1] for line in points(lines(loss)["FSDP2"])] == curve(40, 2e-4)
+    assert difference.get_title(loc="left") == "Difference from in memory"
+    assert (loss.get_ylabel(), difference.get_ylabel(), difference.get_xlabel()) == (
+        "nats / token",
+        "nats / token",
+        "optimizer step",
+    )
+    assert set(lines(difference)) == set(lines(loss)) - {"in memory"}
+    assert legend(figure) == list(lines(loss))
+    assert words(loss) == ["non-finite loss"]
+
+
+def test_convergence_without_a_reference_says_so() -> None:
+    rows = [row("megatrain", [1.0], losses=curve(9)), row("fsdp2", [1.0], losses=curve(9, 1e-3))]
+    (axes,) = figure_of(convergence, rows).axes
+    assert axes.get_xlabel() == "optimizer step (no reference was measured)"
+
+
+def committed() -> list[Row]:
+    return [one for name in ("h200_3b", "h200_7b") for one in read_rows(RESULTS / f"{name}.jsonl")]
+
+
+@pytest.mark.parametrize(
+    "figure",
+    [
+        figure_of(throughput, size_rows()),
+        figure_of(throughput, committed()),
+        figure_of(ablation, grid_rows()),
+        figure_of(ablation, ladder_rows()),
+        figure_of(ablation, factor_rows()),
+        figure_of(memory, committed()[5:]),
+        figure_of(convergence, committed()[:5]),
+    ],
+    ids=["sizes", "committed sizes", "grid", "ladder", "factor", "memory", "convergence"],
+)
+def test_no_words_overlap_or_leave_the_page(figure: Figure, tmp_path: Path) -> None:
+    with style.context():
+        figure.draw_without_rendering()
+        texts = [text for axes in figure.axes for text in [*axes.texts, axes.xaxis.label, axes.yaxis.label, axes._left_title]]  # type: ignore[attr-defined]
+        for axes in figure.axes:
+            (x0, x1), (y0, y1) = sorted(axes.get_xlim()), sorted(axes.get_ylim())
+            texts += [
+                tick.label1 for tick in axes.xaxis.get_major_ticks() if x0 <= tick.get_loc() <= x1 and tick.label1.get_visible()
+            ]
+            texts += [
+                tick.label1 for tick in axes.yaxis.get_major_ticks() if y0 <= tick.get_loc() <= y1 and tick.label1.get_visible()
+            ]
+        boxes = [(text.get_text(), text.get_window_extent()) for text in texts if text.get_text()]
+    boxes += [("legend", one.get_window_extent()) for one in figure.legends]
+    page = figure.bbox
+    for word, box in boxes:
+        assert page.x0 - 1 <= box.x0, word
+        assert box.x1 <= page.x1 + 1, word
+    for (one, first), (other, second) in itertools.combinations(boxes, 2):
+        assert not first.padded(-1).overlaps(second.padded(-1)), (one, other)
+    png, pdf = style.save(figure, tmp_path / "figure")
+    assert b"/Type3" not in pdf.read_bytes()
+    assert png.stat().st_size > 5000
