@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from engine import Batch, NonFiniteLossError
-from sweeps import bench, mirror
+from sweeps import bench
 from sweeps.clock import Stopwatch
 from sweeps.config import Measure
 from sweeps.isolate import Outcome, run_isolated, verdict
 from sweeps.memory import NoDevice, Sampler, host_bytes
-from sweeps.result import Row, compared, read_rows
+from sweeps.result import Row, compared, history, read_rows
 from sweeps.sinks import JsonlSink
 
 ROW = {"experiment": "e", "system": "s", "model": "m", "batch_size": 2, "seq_len": 8, "num_micro_batches": 1, "status": "ok"}
@@ -127,9 +127,9 @@ def test_rows_round_trip_with_nan(tmp_path: Path) -> None:
     assert json.loads(back.to_json()) == json.loads(row.to_json())
 
 
-def test_mirror_history_is_the_row() -> None:
+def test_the_history_of_a_run_is_the_row() -> None:
     config = {"measure": {"warmup_steps": 1, "steps_per_window": 2}}
-    steps = list(mirror.history(Row(**ROW, cell="a", losses=[3.0, 2.0, 1.0], step_s=[0.5], config=config)))
+    steps = list(history(Row(**ROW, cell="a", losses=[3.0, 2.0, 1.0], step_s=[0.5], config=config)))
     assert steps == [(0, {"loss": 3.0}), (1, {"loss": 2.0}), (2, {"loss": 1.0, "step_s": 0.5, "tokens_per_s": 32.0})]
 
 
