@@ -73,7 +73,8 @@ COLUMNS: dict[str, str] = {
 """Column -> pandas dtype. Bytes are integers; nullable dtypes throughout, lists and mappings as they were written."""
 
 _UNTOLD = ("logging", "hydra", "output", "experiment", "machine")
-"""Parts of a config that never distinguish two cells in a label."""
+"""Parts of a config that never distinguish two cells in a label, but for those in _TOLD."""
+_TOLD = ("machine.device_bytes",)
 
 
 def load(*sources: Path | str) -> pd.DataFrame:
@@ -238,7 +239,7 @@ def _labels(frame: pd.DataFrame) -> list[str]:
 def _differing(configs: Iterable[dict[str, Any]]) -> list[str]:
     together = list(configs)
     keys = dict.fromkeys(key for config in together for key in config)
-    told = [key for key in keys if key.split(".")[0] not in _UNTOLD]
+    told = [key for key in keys if key in _TOLD or key.split(".")[0] not in _UNTOLD]
     return [key for key in told if len({repr(config.get(key)) for config in together}) > 1]
 
 

@@ -116,7 +116,7 @@ def _console() -> Console:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m analysis.report", description="Table, figure and verdict from measured rows.")
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="JSONL files, W&B runs, folders of either, or wandb:entity/project[@group][#tag]")
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="rows, W&B runs, folders, wandb:entity/project")
     parser.add_argument(
         "--out", metavar="DIR", type=Path, help="folder for report.png, .pdf and .md (default: beside the first rows)"
     )

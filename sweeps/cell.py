@@ -53,6 +53,17 @@ def fits(plan: Any, model: str, device: str, had: Mapping[str, Any]) -> str | No
     return None
 
 
+def cap_device_memory(num_bytes: int) -> None:
+    """Let torch's allocator reserve no more than `num_bytes` of the device in this process; more than there is caps nothing.
+
+    What is outside that allocator, the CUDA context above all (about half a GB), comes on top.
+    """
+    import torch
+
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total))
+
+
 def work(cell: Cell, emit: Emitter) -> None:
     """The whole life of one cell."""
     emit("phase", name="import")
@@ -63,6 +74,8 @@ def work(cell: Cell, emit: Emitter) -> None:
     from sweeps import bench, data
 
     spec = cell.spec()
+    if cell.machine.device == "cuda" and cell.machine.device_bytes:
+        cap_device_memory(cell.machine.device_bytes)
     try:
         num_params = count_params(spec.model).total
         system = build(cell.system, spec)
@@ -73,12 +86,12 @@ def work(cell: Cell, emit: Emitter) -> None:
         return
     planned: dict[str, Any] = {"device": dict(plan.device), "host": dict(plan.host)}
     emit("plan", plan=planned, dtypes=system.dtypes(), num_params=num_params, tokens_per_step=cell.shape.num_tokens)
+    if cell.machine.device == "cuda" and cell.dtype == "bfloat16" and hasattr(system, "predict"):  # rates are those of bf16
+        emit("predicted", step_s=system.predict().step_s)  # of a cell without room too: figures draw it as what it is
     refusal = fits(plan, cell.model.name, cell.machine.device, environment.machine(cell.machine, None))
     if refusal:
         emit("failed", status="wont_fit", reason=refusal)
         return
-    if cell.machine.device == "cuda" and cell.dtype == "bfloat16" and hasattr(system, "predict"):  # rates are those of bf16
-        emit("predicted", step_s=system.predict().step_s)
     emit("phase", name="setup")
     try:
         system.setup(initial_weights(spec.model, cell.seed, spec.dtype, spec.device))

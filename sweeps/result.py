@@ -27,7 +27,7 @@ HISTORY = ("losses", "step_s")
 """Fields of a row that are the history of its W&B run."""
 NO_ROOM = ("wont_fit", "oom_device", "oom_host")
 UNHASHED = ("experiment", "logging", "output_dir")
-"""Groups of a config that cannot change a measurement; machine and measure.timeout_s are left out beside them."""
+"""Groups of a config that cannot change a measurement; machine (but device and its cap) and measure.timeout_s are left out too."""
 LOSS_TOLERANCE = 2e-3
 """Largest absolute difference from the reference's losses, nats per token, at which a row `agrees`."""
 
@@ -38,7 +38,7 @@ class Row:
 
     experiment: str
     cell: str
-    """Hash of the composed config without logging, output paths and machine."""
+    """Hash of the composed config without logging, output paths and host."""
     system: str
     model: str
     batch_size: int
@@ -167,6 +167,8 @@ def hashed(config: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in config.items() if name not in UNHASHED}
     kept["measure"] = {name: value for name, value in config["measure"].items() if name != "timeout_s"}
     kept["machine"] = {"device": config["machine"]["device"]}
+    if config["machine"].get("device_bytes") is not None:  # a cap binds, and placement fills what it leaves
+        kept["machine"]["device_bytes"] = config["machine"]["device_bytes"]
     return kept
 
 
@@ -178,7 +180,7 @@ def digest(value: Any) -> str:
 def comparison_key(config: Mapping[str, Any]) -> str:
     """Digest of what two cells must share for their losses to be comparable: all but the system's own knobs and the timing."""
     shared = {name: value for name, value in hashed(config).items() if name not in ("system", "measure")}
-    return digest({**shared, "dtype": config["system"]["dtype"]})
+    return digest({**shared, "machine": {"device": config["machine"]["device"]}, "dtype": config["system"]["dtype"]})
 
 
 def compared(row: Row, rows: Sequence[Row]) -> Row:
