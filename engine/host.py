@@ -141,7 +141,7 @@ def _device_state(spec: HostSpec, numel: int, device: torch.device) -> BlockStat
 
 def _cut(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
     """Consecutive pieces of the given lengths, which fill `flat`."""
-    return list(torch.split(flat, list(sizes)))  # type: ignore[no-untyped-call]
+    return list(torch.split(flat, list(sizes)))
 
 
 def _cudart() -> Any:

@@ -25,12 +25,14 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from sweeps import auto, study
+from sweeps import auto, forecast, study
 from sweeps.config import Cell
 from sweeps.errors import USER_ERRORS, one_line, parse
 
 PLANNED: list[Cell] = []
 """The cells of this command, in order; empty in a process that a launcher started, and under other sweepers."""
+FORECAST = forecast.Forecast([], {})
+"""Of PLANNED."""
 
 
 def planned_cells(argv: Sequence[str]) -> list[Cell] | None:
@@ -71,7 +73,9 @@ def _label() -> str:
 @hydra.main(config_path=str(auto.CONF), config_name="config", version_base="1.3")
 def _job(cfg: DictConfig) -> None:
     try:
-        study.run_cell(study.compose_cell(cfg), _label())
+        cell = study.compose_cell(cfg)
+        with FORECAST.watching(cell):
+            study.run_cell(cell, _label())
     except USER_ERRORS as error:
         if _full_error():
             raise
@@ -94,6 +98,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def main() -> int:
     """Validate, run, report; the exit code is 0 when at least one cell has its number."""
+    global FORECAST
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
         os.environ["MEGATRAIN_FULL_ERROR"] = "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands us its errors instead of printing them
@@ -103,6 +108,7 @@ def main() -> int:
         cells = planned_cells(sys.argv[1:])
         study.check(cells or [])
         PLANNED[:] = cells or []
+        FORECAST = forecast.announce(PLANNED)
         _job()
         return study.finish(PLANNED) if PLANNED else 0
     except BrokenPipeError:  # the reader (head, less) has seen enough

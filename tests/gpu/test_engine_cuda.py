@@ -150,6 +150,18 @@ def test_a_recorded_step_is_as_long_as_it_takes():
     assert all(0 <= i.start_s < i.end_s <= timeline.step_s for i in timeline.intervals)
 
 
+def test_a_cap_on_device_memory_binds():
+    """With growing segments, as cells run, and in a process of its own: a cap cannot be told from the next test's memory."""
+    code = "import torch; from sweeps.cell import cap_device_memory as cap; cap(1 << 30); torch.empty({}, device='cuda')"
+    env = os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    small, large = (
+        subprocess.run([sys.executable, "-c", code.format(n)], env=env, capture_output=True, text=True, check=False, timeout=120)
+        for n in (1 << 27, 1 << 29)
+    )
+    assert small.returncode == 0, small.stderr
+    assert "OutOfMemoryError" in large.stderr
+
+
 def test_the_host_arena_is_pinned_and_moves_at_the_speed_of_pinned_memory():
     """Registered memory: the copy from the arena is asynchronous and no slower than from torch's own pinned memory."""
     arena = _Arena([1 << 28], pinned="exact")

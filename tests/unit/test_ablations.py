@@ -171,11 +171,12 @@ def test_a_cell_without_room_says_what_its_step_would_take(monkeypatch: pytest.M
 
     rates = Rates(matmul_flops=7.7e14, adamw_params=7.2e9, h2d_bytes=5.5e10, d2h_bytes=5.5e10, device_bytes=4e12)
     monkeypatch.setattr("engine.planner.measure", lambda *_, **__: rates)
-    monkeypatch.setattr(cell, "cap_device_memory", lambda num_bytes: None)
+    caps: list[int] = []
+    monkeypatch.setattr(cell, "cap_device_memory", caps.append)  # torch's own refuses without a GPU
     (one,) = cells_of("model=qwen2.5-7b", "shape=b32x1024", "machine.device_bytes=24000000000", "machine.host_bytes=50000000000")
     config = {**one.config, "machine": {**one.config["machine"], "device": "cuda"}}
     outcome = in_this_process("sweeps.cell", config, on_event=lambda event: None)
     row = study.row_of(cell_from(config), outcome, started_at="", machine={})
-    assert (row.status, row.tokens_per_s) == ("wont_fit", None)
+    assert (row.status, row.tokens_per_s, caps) == ("wont_fit", None, [24_000_000_000])
     assert 1 < row.plan["step_s"] < 10
     assert load.from_rows([row])["plan_step_s"][0] == row.plan["step_s"]
