@@ -1,7 +1,7 @@
 """Rows, from JSONL or from W&B -> one typed DataFrame, one row a cell.
 
-Invariant: nothing is invented. A null in a row is a null in the frame; derived columns are computed here and nowhere else.
-Whichever way rows came, the frame is the same but for the column `source`, which says the way.
+Invariant: nothing is invented. A null in a row is a null in the frame; derived columns are computed here and nowhere else; the
+frame is the same whichever way rows came, but for the column `source`.
 """
 
 from __future__ import annotations

@@ -201,11 +201,9 @@ def test_a_row_says_what_was_measured_and_where(study: Study) -> None:
 
 def test_a_study_says_what_is_left_of_it(study: Study) -> None:
     killed, again, idle = (done.stdout for done in (study.killed, study.again, study.idle))
-    assert "adhoc: 2 cells, 0 already measured; time left: unknown" in killed
-    assert "  system=megatrain  unknown" in killed
-    assert "1 of 2 cells left; time left: " in killed
-    assert "adhoc: 2 cells, 1 already measured; time left: " in again
-    assert "  system=megatrain  measured" in again
+    assert "1 of 2 cells left; time left: unknown" in killed  # what came before was read to find the first step
+    assert "adhoc: 2 cells, 1 already measured; time left: unknown" in again
+    assert "  system=in_memory  unknown\n  system=megatrain  measured\n" in again
     assert "cells left" not in idle
 
 
