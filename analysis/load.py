@@ -1,7 +1,7 @@
-"""Rows on disk -> one typed DataFrame, one row a cell.
+"""Rows, from JSONL or from W&B -> one typed DataFrame, one row a cell.
 
-Invariant: nothing is invented. A null in a row is a null in the frame; derived columns are computed here and nowhere else.
-Other sources (W&B) only have to yield `Row` objects: `from_rows` makes the same frame of them.
+Invariant: nothing is invented. A null in a row is a null in the frame; derived columns are computed here and nowhere else; the
+frame is the same whichever way rows came, but for the column `source`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import stats
+from analysis import runs, stats
+from analysis.runs import Tagged
 from analysis.style import name_of
 from sweeps.result import Row, compared, configuration, host_split, read_rows
 
@@ -53,6 +54,7 @@ COLUMNS: dict[str, str] = {
     "host_bytes_per_param": "Float64",
     "plan_device_bytes": "Int64",
     "plan_host_bytes": "Int64",
+    "plan_step_s": "Float64",
     "machine_name": "string",
     "gpu": "string",
     "torch_version": "string",
@@ -76,16 +78,29 @@ COLUMNS: dict[str, str] = {
 """Column -> pandas dtype. Bytes are integers; nullable dtypes throughout, lists and mappings as they were written."""
 
 _UNTOLD = ("logging", "hydra", "output", "experiment", "machine", "measure")
-"""Parts of a config that never distinguish two cells in a label."""
+"""Parts of a config that never distinguish two cells in a label, but for those in _TOLD."""
+_TOLD = ("machine.device_bytes",)
 
 
-def load(*paths: Path | str) -> pd.DataFrame:
-    """One frame of all rows in JSONL files and folders (searched recursively); ValueError, in one line, for bad input."""
-    files = [file for path in paths for file in _files(Path(path))]
-    tagged = [(row, str(file)) for file in dict.fromkeys(files) for row in _read(file)]
+def load(*sources: Path | str) -> pd.DataFrame:
+    """One frame of all rows in several sources, each as `frame` takes it; ValueError, in one line, for bad input."""
+    found = list(dict.fromkeys(item for source in sources for item in _found(source)))
+    tagged = [item for path in found if isinstance(path, Path) and path.suffix != ".wandb" for item in _read(path)]
+    tagged += runs.offline([path for path in found if isinstance(path, Path) and path.suffix == ".wandb"])
+    tagged += [item for address in found if isinstance(address, str) for item in runs.online(address)]
     if not tagged:
-        raise ValueError(f"{', '.join(map(str, paths)) or 'no path given'}: no rows in it; run a bench first (make bench)")
-    return from_rows([row for row, _ in tagged], sources=[source for _, source in tagged])
+        raise ValueError(f"{', '.join(map(str, sources)) or 'no path given'}: no rows in it; run a bench first (make bench)")
+    tagged = sorted(_compared(tagged), key=lambda item: (item.row.started_at, item.position, item.row.cell))
+    return from_rows([item.row for item in tagged], sources=[item.source for item in tagged])
+
+
+def frame(source: Path | str) -> pd.DataFrame:
+    """The rows of one source, by the time they were started; ValueError, in one line, for bad input.
+
+    source: a JSONL file; a folder that holds some, at any depth; an offline (or synced) run of W&B, or a folder of them;
+    or `wandb:entity/project`, with @group and #tag to take those runs alone. A folder with both is read by its JSONL.
+    """
+    return load(source)
 
 
 def from_rows(rows: Sequence[Row], sources: Sequence[str] | None = None) -> pd.DataFrame:
@@ -111,26 +126,46 @@ def groups(frame: pd.DataFrame) -> list[pd.DataFrame]:
     return [part.reset_index(drop=True) for _, part in parts]
 
 
-def _files(path: Path) -> Iterator[Path]:
+def _found(source: Path | str) -> Iterator[Path | str]:
+    """Files of rows, files of runs, or the address of a project."""
+    if isinstance(source, str) and source.startswith("wandb:"):
+        yield source
+        return
+    path = Path(source)
     if path.is_dir():
-        found = sorted(path.rglob("*.jsonl"))
-        if not found:
-            raise ValueError(f"{path}: no *.jsonl in this folder; run a bench first (make bench) or name a rows file")
-        yield from found
+        files = sorted(path.rglob("*.jsonl")) or runs.files_in(path)
+        if not files:
+            raise ValueError(
+                f"{path}: no *.jsonl and no W&B run in this folder; run a bench first (make bench) or name a rows file"
+            )
+        yield from files
     elif path.is_file():
         yield path
     else:
-        raise ValueError(f"{path}: no such file or folder; name a rows file (*.jsonl) or a folder that holds some")
+        raise ValueError(
+            f"{path}: no such file or folder; name a rows file (*.jsonl), a folder that holds some, a folder of W&B runs or "
+            "wandb:entity/project"
+        )
 
 
-def _read(path: Path) -> list[Row]:
+def _read(path: Path) -> list[Tagged]:
     try:
-        rows = read_rows(path)
-        # A row whose reference was measured after it (a resumed study) is compared now; what a row states itself stands.
-        return [compared(row, rows) if row.agrees is None and row.config else row for row in rows]
+        return [Tagged(row, position, str(path), str(path)) for position, row in enumerate(read_rows(path))]
     except (TypeError, AttributeError, AssertionError, UnicodeDecodeError, OSError) as error:
         detail = " ".join(str(error).split())
         raise ValueError(f"{path}: not rows of this bench ({detail}); name a JSONL file that sweeps.run wrote") from None
+
+
+def _compared(tagged: Iterable[Tagged]) -> Iterator[Tagged]:
+    """A row whose reference was measured after it (a resumed study) is compared now; what a row states itself stands."""
+    files: dict[str, list[Tagged]] = {}
+    for item in sorted(tagged, key=lambda item: item.position):
+        files.setdefault(item.file, []).append(item)
+    for together in files.values():
+        rows = [item.row for item in together]
+        for item in together:
+            late = item.row.agrees is None and item.row.config
+            yield item._replace(row=compared(item.row, rows)) if late else item
 
 
 def _record(row: Row, source: str) -> dict[str, Any]:
@@ -153,6 +188,7 @@ def _record(row: Row, source: str) -> dict[str, Any]:
         "host_bytes_per_param": host / params if host is not None and params else None,
         **_planned(row, on_gpu=bool(gpu)),
         "host_split": row.host_split or (host_split(row.plan, host, on_gpu=bool(gpu)) if row.status == "ok" else {}),
+        "plan_step_s": row.plan.get("step_s"),
         "machine_name": machine_name(row.machine),
         "gpu": str(gpu) if gpu else None,
         "torch_version": row.versions.get("torch"),
@@ -229,7 +265,8 @@ def _told(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """What may stand in a label: without the length of a constant schedule, which the timing sets and nothing reads."""
     constant = config.get("recipe", {}).get("schedule") == "constant"
     for key, value in _flat(config):
-        if key.split(".")[0] not in _UNTOLD and not (constant and key == "recipe.total_steps"):
+        told = key in _TOLD or key.split(".")[0] not in _UNTOLD
+        if told and not (constant and key == "recipe.total_steps"):
             yield key, value
 
 

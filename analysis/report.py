@@ -162,7 +162,7 @@ def _console() -> Console:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m analysis.report", description="Table, figure and verdict from measured rows.")
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="JSONL files or folders that hold some")
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="rows, W&B runs, folders, wandb:entity/project")
     parser.add_argument(
         "--out", metavar="DIR", type=Path, help="folder for report.png, .pdf, .md and .tex (default: beside the first rows)"
     )
@@ -180,7 +180,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.readme:
             print("\n".join(f"{header(part.frame)[0]}\n\n{tables.as_markdown(part.sheet)}" for part in parts))
             return 0
-        written = write(frame, options.out or Path(str(frame["source"].iloc[0])).parent, options.name)
+        beside = Path(str(frame["source"].iloc[0])).parent
+        if options.out is None and not beside.is_dir():
+            raise ValueError(f"--out: got nothing, allowed a folder where rows come from W&B ({beside}); give one")
+        written = write(frame, options.out or beside, options.name)
         console = _console()
         for part in parts:
             show(part, console)

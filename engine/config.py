@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.host import MASTERS
+from engine.host import MASTERS, PINNED
 from engine.pipeline import LANES
 
 
@@ -37,6 +37,8 @@ class EngineConfig:
     """Tokens whose logits are alive at a time."""
     master: str = "split"
     """fp32 master of a bfloat16 run: split (bf16 weight + int16 remainder, exact) or fp32 (apart)."""
+    pinned: str = "exact"
+    """Host memory that copies touch: exact (one pinned arena), torch (pinned by torch, rounded up), none (pageable). CUDA only."""
     num_threads: int = 0
     """CPU threads of the optimizer; 0 takes all cores but two."""
     poison: bool = False
@@ -63,3 +65,5 @@ class EngineConfig:
             raise ValueError(f"system.streams: got {self.streams!r}, allowed 1, 2 or 3; 3 overlaps the most")
         if self.master not in MASTERS:
             raise ValueError(f"system.master: got {self.master!r}, allowed {', '.join(MASTERS)}; split holds the fewest bytes")
+        if self.pinned not in PINNED:
+            raise ValueError(f"system.pinned: got {self.pinned!r}, allowed {', '.join(PINNED)}; exact is the fastest and smallest")

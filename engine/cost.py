@@ -60,17 +60,21 @@ class Rates:
     """Bytes of device memory read and written."""
 
 
-def measure(device: torch.device, num_threads: int) -> Rates:
-    """Probe the rates of this machine; a second or two, 0.8 GiB of device and 1.1 GiB of host memory for that time."""
+def measure(device: torch.device, num_threads: int, *, pinned: bool = True) -> Rates:
+    """Probe the rates of this machine; a second or two, 0.8 GiB of device and 1.1 GiB of host memory for that time.
+
+    pinned: whether the link is probed from pinned memory. From pageable memory its rates hold, but not the cost model's
+    assumption that a copy leaves the launching thread free: the prediction is then a lower bound.
+    """
     try:
-        return _probe(device, num_threads)
+        return _probe(device, num_threads, pinned)
     finally:
         torch.cuda.empty_cache()
 
 
-def _probe(device: torch.device, num_threads: int) -> Rates:
+def _probe(device: torch.device, num_threads: int, pinned: bool) -> Rates:
     a = torch.randn(PROBE_SIZE, PROBE_SIZE, dtype=torch.bfloat16, device=device)
-    host = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
+    host = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=pinned)
     here, there = (torch.empty(PROBE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
 
     def synchronized(work: Callable[[], object]) -> float:

@@ -1,8 +1,8 @@
 """The store: the only owner of parameters, optimizer state and gradients, on the host but for blocks placed on the device.
 
-Two arenas of exact size, allocated once: one pinned (all that a DMA touches: weights and gradient slabs), one
-pageable (all that only the CPU touches: master or remainder, moments, kept gradients). Invariant: nothing is
-allocated or pinned after setup, and every byte is in `host_bytes`.
+Two kinds of memory, allocated once: pinned (all that a DMA touches: weights, gradient and activation slabs; one arena of
+exact size unless `system.pinned` says otherwise) and pageable (all that only the CPU touches: master or remainder, moments,
+kept gradients). Invariant: nothing is allocated or pinned after setup, and every byte is in `host_bytes`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from engine.optimizer import BlockState, read_master, write_master
 PAGE = 4096
 MASTERS = ("split", "fp32")
 """How a bf16 system keeps its fp32 master: bf16 weight + int16 remainder (12 B/param held), or apart (14 B/param)."""
+
+PINNED = ("exact", "torch", "none")
+"""How memory that a DMA touches is held: one registered arena of exact size; one buffer a block from torch's pinned allocator,
+which rounds each up to a power of two; or pageable, which the driver copies through a staging buffer while the caller waits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,13 @@ class HostSpec:
     """Blocks whose gradients move out of their slab and wait in a home of their own."""
     on_device: int = 0
     """First blocks whose weights and optimizer state live on the device instead."""
+    pinned: str = "none"
+    """One of PINNED; none where there is no device to copy to."""
+
+    def buffers(self) -> list[int]:
+        """Bytes of each piece that a DMA touches: weights by block, gradient slabs, activation slabs."""
+        numels = (*self.numels(on_device=False), *self.slabs.values())
+        return [numel * self.dtype.itemsize for numel in numels] + list(self.activations.values())
 
     def numels(self, *, on_device: bool) -> list[int]:
         """Elements of each block in one of the two places, 0 where the block is in the other."""
@@ -55,6 +66,8 @@ class HostSpec:
         """Host bytes by kind, as they will be allocated."""
         slabs = sum(self.slabs.values()) + sum(self.layouts[block].numel for block in self.kept)
         kinds = {"gradients": slabs * self.dtype.itemsize, "activations": sum(self.activations.values())}
+        if self.pinned == "torch":
+            kinds["rounding"] = sum((1 << (size - 1).bit_length()) - size for size in self.buffers() if size)
         return self._state_bytes(sum(self.numels(on_device=False))) | kinds
 
     def device_state_bytes(self) -> dict[str, int]:
@@ -74,21 +87,17 @@ class HostStore:
 
     def __init__(self, spec: HostSpec, *, device: torch.device) -> None:
         self.spec = spec
-        pin = device.type == "cuda"
         sizes = spec.numels(on_device=False)
-        pinned_numel = sum(sizes) + sum(spec.slabs.values())
-        pinned_bytes = pinned_numel * spec.dtype.itemsize
-        self._arena = _Arena(pinned_bytes + sum(spec.activations.values()), pin=pin)
-        pinned = self._arena.bytes[:pinned_bytes].view(spec.dtype)
-        pieces = _cut(self._arena.bytes[pinned_bytes:], list(spec.activations.values()))[0]
-        self.activations = dict(zip(spec.activations, pieces, strict=True))
-        weights, rest = _cut(pinned, sizes)
-        self.slabs = dict(zip(spec.slabs, _cut(rest, list(spec.slabs.values()))[0], strict=True))
+        self._arena = _Arena(spec.buffers(), pinned=spec.pinned)
+        pieces = iter(self._arena.pieces)
+        weights = [next(pieces).view(spec.dtype) for _ in sizes]
+        self.slabs = {slab: next(pieces).view(spec.dtype) for slab in spec.slabs}
+        self.activations = {layer: next(pieces) for layer in spec.activations}
         self.kept = {block: torch.zeros(spec.layouts[block].numel, dtype=spec.dtype) for block in spec.kept}
-        moments = [_cut(torch.zeros(sum(sizes)), sizes)[0] for _ in range(2)]
+        moments = [_cut(torch.zeros(sum(sizes)), sizes) for _ in range(2)]
         extras: list[torch.Tensor] | list[None] = [None] * len(sizes)
         if spec.extra_dtype is not None:
-            extras = _cut(torch.zeros(sum(sizes), dtype=spec.extra_dtype), sizes)[0]
+            extras = _cut(torch.zeros(sum(sizes), dtype=spec.extra_dtype), sizes)
         self.states = [
             BlockState(weight=w, extra=x, exp_avg=m, exp_avg_sq=v) for w, x, m, v in zip(weights, extras, *moments, strict=True)
         ]
@@ -130,13 +139,9 @@ def _device_state(spec: HostSpec, numel: int, device: torch.device) -> BlockStat
     )
 
 
-def _cut(flat: torch.Tensor, sizes: Sequence[int]) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Consecutive pieces of the given lengths, and what is left."""
-    pieces, start = [], 0
-    for size in sizes:
-        pieces.append(flat[start : start + size])
-        start += size
-    return pieces, flat[start:]
+def _cut(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Consecutive pieces of the given lengths, which fill `flat`."""
+    return list(torch.split(flat, list(sizes)))
 
 
 def _cudart() -> Any:
@@ -144,23 +149,25 @@ def _cudart() -> Any:
 
 
 class _Arena:
-    """Page-aligned zeroed bytes of exactly the size asked for, registered with CUDA where `pin`.
+    """Zeroed bytes in pieces of exactly the sizes asked for, pinned as PINNED says; the exact kind is page-aligned and in one."""
 
-    torch's own pinned allocator rounds up to a power of two, which costs up to 95% more memory.
-    """
-
-    def __init__(self, size: int, *, pin: bool) -> None:
-        self._storage = torch.zeros(size + PAGE, dtype=torch.uint8)  # zeroing is the parallel first touch
-        start = -self._storage.data_ptr() % PAGE
-        self.bytes = self._storage[start : start + size]
-        self._registered = False
-        if pin and size:
-            error = _cudart().cudaHostRegister(self.bytes.data_ptr(), size, 0)
+    def __init__(self, sizes: Sequence[int], *, pinned: str) -> None:
+        self._registered: torch.Tensor | None = None
+        if pinned == "torch":
+            self.pieces = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
+            return
+        total = sum(sizes)
+        storage = torch.zeros(total + PAGE, dtype=torch.uint8)  # zeroing is the parallel first touch
+        start = -storage.data_ptr() % PAGE
+        whole = storage[start : start + total]
+        self.pieces = _cut(whole, sizes)
+        if pinned == "exact" and total:
+            error = _cudart().cudaHostRegister(whole.data_ptr(), total, 0)
             if int(error) != 0:
-                raise MemoryError(f"cannot pin {size} bytes of host memory (CUDA error {int(error)}); use a smaller model")
-            self._registered = True
+                raise MemoryError(f"cannot pin {total} bytes of host memory (CUDA error {int(error)}); use a smaller model")
+            self._registered = whole
 
     def close(self) -> None:
-        if self._registered:
-            _cudart().cudaHostUnregister(self.bytes.data_ptr())
-            self._registered = False
+        if self._registered is not None:
+            _cudart().cudaHostUnregister(self._registered.data_ptr())
+            self._registered = None

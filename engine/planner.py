@@ -59,7 +59,7 @@ class Planner:
     @cached_property
     def rates(self) -> Rates:
         """What the machine does in a second: as given, or probed once."""
-        return self.machine.rates or measure(self.device, self.num_threads)
+        return self.machine.rates or measure(self.device, self.num_threads, pinned=self.config.pinned != "none")
 
     @cached_property
     def _device_memory(self) -> int:
@@ -131,6 +131,7 @@ class Planner:
             activations={block: activations for block in range(p.num_blocks) if p.is_offloaded(block)},
             kept=shared if p.deferred else (),
             on_device=p.device_blocks,
+            pinned=self.config.pinned if self.device.type == "cuda" else "none",
         )
 
     def host_bytes(self, p: Pipeline) -> dict[str, int]:

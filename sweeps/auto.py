@@ -33,7 +33,11 @@ def device() -> str:
 
 
 def register(planned: str | None = None) -> None:
-    """`${by_device:A,B}` in the YAML: A on the CPU, B on a GPU, of this machine or of the `planned` one."""
+    """`${by_device:A,B}` in the YAML: A on the CPU, B on a GPU, of this machine or of the `planned` one.
+
+    And `${sequences:T,L}`: how many sequences of L tokens make T, one at least.
+    """
+    OmegaConf.register_new_resolver("sequences", lambda tokens, length: max(1, int(tokens) // max(1, int(length))), replace=True)
     OmegaConf.register_new_resolver("by_device", lambda cpu, cuda: cuda if (planned or device()) == "cuda" else cpu, replace=True)
 
 

@@ -68,6 +68,17 @@ def plan_event(system: Any, cell: Cell) -> tuple[Any, dict[str, Any]]:
     }
 
 
+def cap_device_memory(num_bytes: int) -> None:
+    """Let torch's allocator reserve no more than `num_bytes` of the device in this process; more than there is caps nothing.
+
+    What is outside that allocator, the CUDA context above all (about half a GB), comes on top.
+    """
+    import torch
+
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total))
+
+
 def work(cell: Cell, emit: Emitter) -> None:
     """The whole life of one cell."""
     emit("phase", name="import")
@@ -79,6 +90,8 @@ def work(cell: Cell, emit: Emitter) -> None:
     from sweeps import bench, data
 
     spec = cell.spec()
+    if cell.machine.device == "cuda" and cell.machine.device_bytes:
+        cap_device_memory(cell.machine.device_bytes)
     try:
         system = build(cell.system, spec)
         plan, told = plan_event(system, cell)
@@ -87,13 +100,14 @@ def work(cell: Cell, emit: Emitter) -> None:
         emit("invalid", reason=" ".join(str(error).split()))
         return
     emit("plan", **told)
+    if cell.machine.device == "cuda" and cell.dtype == "bfloat16" and isinstance(system, MegaTrain):  # rates are those of bf16
+        rates, placement = dataclasses.asdict(system.rates), system.placement
+        prediction = {"step_s": system.predict().step_s, "rates": rates, "placement": placement}
+        emit("predicted", prediction=prediction)  # of a cell without room too: figures draw it as what it is
     refusal = fits(plan, cell.model.name, cell.machine.device, environment.machine(cell.machine, None))
     if refusal:
         emit("failed", status="wont_fit", reason=refusal)
         return
-    if cell.machine.device == "cuda" and cell.dtype == "bfloat16" and isinstance(system, MegaTrain):  # rates are those of bf16
-        rates, placement = dataclasses.asdict(system.rates), system.placement
-        emit("predicted", prediction={"step_s": system.predict().step_s, "rates": rates, "placement": placement})
     emit("phase", name="setup")
     try:
         system.setup(initial_weights(spec.model, cell.seed, spec.dtype, spec.device))

@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 SCHEMA_VERSION = 1
@@ -23,9 +24,11 @@ REFERENCE = "in_memory"
 """The system whose losses the others must agree with."""
 STAND_IN = "zero3"
 """The reference where REFERENCE has no room on the machine: an independent implementation with an fp32 master; no preset of it."""
+HISTORY = ("losses", "step_s")
+"""Fields of a row that are the history of its W&B run."""
 NO_ROOM = ("wont_fit", "oom_device", "oom_host")
 UNHASHED = ("experiment", "logging", "output_dir")
-"""Groups of a config that cannot change a measurement; machine and some of measure are left out beside them."""
+"""Groups of a config that cannot change a measurement. Of machine only device and its cap can, of measure all but the next."""
 UNHASHED_MEASURE = ("timeout_s", "repeated", "stop_below")
 LOSS_TOLERANCE = 2e-3
 """Largest absolute difference from the reference's losses, nats per token, at which a row `agrees`."""
@@ -40,7 +43,7 @@ class Row:
 
     experiment: str
     cell: str
-    """Hash of the composed config without logging, output paths and machine."""
+    """Hash of the composed config without logging, output paths and host."""
     system: str
     model: str
     batch_size: int
@@ -132,13 +135,7 @@ def read_rows(path: Path) -> list[Row]:
             if number == len(lines):
                 continue
             raise ValueError(f"{path}: line {number} is not JSON; a row was edited or torn, remove that line") from None
-        if record.get("schema_version") != SCHEMA_VERSION:
-            raise ValueError(
-                f"{path}: line {number} has schema_version {record.get('schema_version')}, allowed {SCHEMA_VERSION}; "
-                "re-run the cell or read it with the version that wrote it"
-            )
-        record["losses"], record["step_s"] = _loose(record.get("losses", [])), _loose(record.get("step_s", []))
-        rows.append(Row(**record))
+        rows.append(_row(record, f"{path}: line {number}"))
     return rows
 
 
@@ -159,6 +156,44 @@ def host_split(plan: Mapping[str, Any], peak_host_bytes: int | None, *, on_gpu: 
     return split | {"other": peak_host_bytes - sum(split.values())}
 
 
+def _row(record: dict[str, Any], where: str) -> Row:
+    if record.get("schema_version") != SCHEMA_VERSION:
+        raise ValueError(
+            f"{where} has schema_version {record.get('schema_version')}, allowed {SCHEMA_VERSION}; "
+            "re-run the cell or read it with the version that wrote it"
+        )
+    return Row(**record | {name: _loose(record.get(name, [])) for name in HISTORY})
+
+
+def history(row: Row) -> Iterator[tuple[int, dict[str, float]]]:
+    """What W&B gets as history, (step, values): the loss of every step; at a window's last step also its seconds and tokens/s."""
+    measure = row.config.get("measure", {})
+    warmup, length = int(measure.get("warmup_steps", 0)), int(measure.get("steps_per_window", 1))
+    tokens = row.tokens_per_s * fmean(row.step_s) if row.tokens_per_s and row.step_s else None  # label tokens of a step
+    ends = {warmup + (number + 1) * length - 1: seconds for number, seconds in enumerate(row.step_s)}
+    for step in sorted({*range(len(row.losses)), *ends}):
+        values = {"loss": row.losses[step]} if step < len(row.losses) else {}
+        if step in ends:
+            values |= {"step_s": ends[step]} | ({"tokens_per_s": tokens / ends[step]} if tokens else {})
+        yield step, values
+
+
+def packed(row: Row) -> str:
+    """The rest of the row, for W&B: one line of JSON, with the number of entries in place of what `history` yields."""
+    return json.dumps(json.loads(row.to_json()) | {name: len(getattr(row, name)) for name in HISTORY})
+
+
+def unpacked(text: str, steps: Iterable[Mapping[str, Any]], where: str) -> Row:
+    """The row again, from `packed` and the history (entries with a `_step`, in any order); ValueError where some are missing."""
+    record, ordered = json.loads(text), sorted(steps, key=lambda entry: int(entry["_step"]))
+    for name, key in zip(HISTORY, ("loss", "step_s"), strict=True):
+        found = [entry[key] for entry in ordered if entry.get(key) is not None]
+        if len(found) != record.get(name):
+            raise ValueError(f"{where} has {len(found)} of {record.get(name)} {name}: its writer was stopped; upload the row again")
+        record[name] = found
+    return _row(record, where)
+
+
 def hashed(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a composed config that can change a measurement: what a cell is known by."""
     kept = {name: value for name, value in config.items() if name not in UNHASHED}
@@ -166,6 +201,8 @@ def hashed(config: Mapping[str, Any]) -> dict[str, Any]:
     if kept["measure"].get("repeat") == 1:  # the cell as it was before there were repeats
         del kept["measure"]["repeat"]
     kept["machine"] = {"device": config["machine"]["device"]}
+    if config["machine"].get("device_bytes") is not None:  # a cap binds, and placement fills what it leaves
+        kept["machine"]["device_bytes"] = config["machine"]["device_bytes"]
     return kept
 
 
@@ -182,7 +219,7 @@ def configuration(config: Mapping[str, Any]) -> str:
 def comparison_key(config: Mapping[str, Any]) -> str:
     """Digest of what two cells must share for their losses to be comparable: all but the system's own knobs and the timing."""
     shared = {name: value for name, value in hashed(config).items() if name not in ("system", "measure")}
-    return digest({**shared, "dtype": config["system"]["dtype"]})
+    return digest({**shared, "machine": {"device": config["machine"]["device"]}, "dtype": config["system"]["dtype"]})
 
 
 def compared(row: Row, rows: Sequence[Row]) -> Row:

@@ -28,7 +28,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from sweeps import auto, study, tuner
+from sweeps import auto, forecast, study, tuner
 from sweeps.config import Cell
 from sweeps.errors import USER_ERRORS, one_line, parse
 
@@ -36,6 +36,8 @@ REPEAT = "measure.repeat"
 SYSTEMS = auto.CONF / "system"
 PLANNED: list[Cell] = []
 """The cells of this command, in order; empty in a process that a launcher started, and under other sweepers."""
+FORECAST = forecast.Forecast([], {})
+"""Of PLANNED."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +134,9 @@ def _job(cfg: DictConfig) -> float:
         cell = study.compose_cell(cfg)
         if left_out(cell, choices.get("system")):
             return 0.0
-        return study.run_cell(tuner.pruned(cell) if choices.get("tune") else cell, _label(cell)).tokens_per_s or 0.0
+        with FORECAST.watching(cell):
+            row = study.run_cell(tuner.pruned(cell) if choices.get("tune") else cell, _label(cell))
+        return row.tokens_per_s or 0.0
     except USER_ERRORS as error:
         if _full_error():
             raise
@@ -158,6 +162,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def main() -> int:
     """Validate, run, report; the exit code is 0 when at least one cell has its number."""
+    global FORECAST
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
         os.environ["MEGATRAIN_FULL_ERROR"] = "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands us its errors instead of printing them
@@ -167,6 +172,7 @@ def main() -> int:
         command = command_of(sys.argv[1:])
         study.check(command.cells or [])
         PLANNED[:] = command.cells or []
+        FORECAST = forecast.announce(PLANNED)
         sys.argv[1:] = command.argv
         if command.tune:
             study.run_cell(PLANNED[0], "default,")

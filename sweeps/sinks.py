@@ -79,14 +79,14 @@ class WandbSink(NullSink):
     """Feeds the row to W&B from the JSONL, in a process of its own: its noise, its hangs and its errors stay there."""
 
     def __init__(self, rows_path: Path, mode: str, project: str, timeout_s: float = 120.0) -> None:
-        self._command = [sys.executable, "-m", "sweeps.mirror", str(rows_path), "--mode", mode, "--project", project]
+        self._command = [sys.executable, "-m", "sweeps.upload", str(rows_path), f"mode={mode}", f"project={project}"]
         self._timeout_s = timeout_s
 
     def row(self, row: Row) -> None:
         """Mirror the last row of the cell; one line on stderr when W&B would not."""
         try:
             done = subprocess.run(
-                [*self._command, "--cell", row.cell],
+                [*self._command, f"cell={row.cell}"],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,

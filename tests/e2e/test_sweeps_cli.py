@@ -1,6 +1,5 @@
-"""The bench through its command line: user errors in one line, skips, kills, missing packages, the W&B mirror."""
+"""The bench through its command line: user errors in one line, skips, kills, missing packages, the W&B runs, the forecast."""
 
-import json
 import os
 import re
 import signal
@@ -13,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from subprocess import PIPE, CompletedProcess
 
+import pandas as pd
 import pytest
 
+from analysis import load
 from sweeps import auto, run
 from sweeps.errors import USER_ERRORS, one_line
 from sweeps.result import Row, read_rows
@@ -198,24 +199,24 @@ def test_a_row_says_what_was_measured_and_where(study: Study) -> None:
         assert row.machine["host_bytes"]
 
 
-def test_the_mirror_has_a_run_for_every_row(study: Study) -> None:
-    folders = (study.output / "wandb").glob("offline-run-*")
-    assert sorted(map(mirrored, folders)) == sorted(row.losses for row in study.rows[-1][2:])  # the first command had none
+def test_a_study_says_what_is_left_of_it(study: Study) -> None:
+    killed, again, idle = (done.stdout for done in (study.killed, study.again, study.idle))
+    assert "1 of 2 cells left; time left: unknown" in killed  # what came before was read to find the first step
+    assert "adhoc: 2 cells, 1 already measured; time left: unknown" in again
+    assert "  system=in_memory  unknown\n  system=megatrain  measured\n" in again
+    assert "cells left" not in idle
 
 
-def mirrored(folder: Path) -> list[float]:
-    command = [str(Path(sys.executable).parent / "wandb"), "leet", "inspect", "--json", str(folder)]
-    lines = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
-    records = [json.loads(line) for line in lines if '"loss"' in line and '"history"' in line]
-    return [find(record, "loss") for record in records]
-
-
-def find(value: object, key: str) -> float | None:
-    if isinstance(value, dict):
-        if isinstance(value.get(key), (int, float)):
-            return float(value[key])
-        return next((found for item in value.values() if (found := find(item, key)) is not None), None)
-    return None
+def test_runs_and_rows_give_the_same_frame(study: Study) -> None:
+    """The first command fed no run: uploading adds its two, and none to those of the others."""
+    runs = study.output / "wandb"
+    assert len(list(runs.glob("offline-run-*"))) == len(study.rows[-1]) - 2
+    command = [sys.executable, "-m", "sweeps.upload", str(study.output)]
+    subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, timeout=120, check=True)
+    assert len(list(runs.glob("offline-run-*"))) == len(study.rows[-1])
+    frame, back = (load.frame(folder).drop(columns="source") for folder in (study.output, runs))
+    pd.testing.assert_frame_equal(back, frame)
+    assert list(frame["status"]) == [row.status for row in study.rows[-1]]
 
 
 def test_a_loss_that_is_not_finite_is_a_row(tmp_path: Path) -> None:

@@ -56,7 +56,8 @@ def test_kept_and_offloaded_activations_give_the_bits_of_recomputed_ones(clip_no
         {"offload_activations": 2, "keep_activations": 2},
         {"offload_activations": 3, "streams": 2},
     )
-    for options in (*kept, *offloaded, {"late_moments": False}, {"optimizer_overlap": False, "gradient_slabs": 2}):
+    held = ({"pinned": "torch"}, {"pinned": "none", "offload_activations": 2})
+    for options in (*kept, *offloaded, *held, {"late_moments": False}, {"optimizer_overlap": False, "gradient_slabs": 2}):
         found = train(model, recipe=recipe, poison=True, **options)
         assert found[0] == reference[0], options
         for name, value in found[1].items():
@@ -149,9 +150,21 @@ def test_a_recorded_step_is_as_long_as_it_takes():
     assert all(0 <= i.start_s < i.end_s <= timeline.step_s for i in timeline.intervals)
 
 
+def test_a_cap_on_device_memory_binds():
+    """With growing segments, as cells run, and in a process of its own: a cap cannot be told from the next test's memory."""
+    code = "import torch; from sweeps.cell import cap_device_memory as cap; cap(1 << 30); torch.empty({}, device='cuda')"
+    env = os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    small, large = (
+        subprocess.run([sys.executable, "-c", code.format(n)], env=env, capture_output=True, text=True, check=False, timeout=120)
+        for n in (1 << 27, 1 << 29)
+    )
+    assert small.returncode == 0, small.stderr
+    assert "OutOfMemoryError" in large.stderr
+
+
 def test_the_host_arena_is_pinned_and_moves_at_the_speed_of_pinned_memory():
     """Registered memory: the copy from the arena is asynchronous and no slower than from torch's own pinned memory."""
-    arena = _Arena(1 << 28, pin=True)
+    arena = _Arena([1 << 28], pinned="exact")
     target = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
 
     def seconds(source: torch.Tensor) -> float:
@@ -166,7 +179,8 @@ def test_the_host_arena_is_pinned_and_moves_at_the_speed_of_pinned_memory():
             times.append(start.elapsed_time(end))
         return sorted(times)[2] / 1e3
 
-    registered, pinned = seconds(arena.bytes), seconds(torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True))
-    print(f"registered {0.268 / registered:.1f} GB/s, pinned {0.268 / pinned:.1f} GB/s, is_pinned {arena.bytes.is_pinned()}")
+    (mine,) = arena.pieces
+    registered, pinned = seconds(mine), seconds(torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True))
+    print(f"registered {0.268 / registered:.1f} GB/s, pinned {0.268 / pinned:.1f} GB/s, is_pinned {mine.is_pinned()}")
     assert registered < 1.1 * pinned
     arena.close()

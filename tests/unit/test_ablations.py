@@ -1,43 +1,128 @@
-"""Every study composes into distinct cells; the ladder starts at the published algorithm and ends at fast, a switch at a time."""
+"""Every study composes into distinct cells and runs on the CPU, from its cells to its figure; the ladder is a switch a rung."""
 
+import functools
 import itertools
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 
-from sweeps import auto, run
-from sweeps.config import Cell
+from analysis import load, report
+from analysis.figures import quickstart
+from baselines.model import count_params
+from sweeps import auto, cell, run, study
+from sweeps.config import Cell, cell_from
+from sweeps.isolate import Outcome, guarded
 
 NAMES = sorted(path.stem for path in (auto.CONF / "ablation").glob("*.yaml"))
-CELLS = {"double_buffering": 12, "ladder": 8, "placement": 8}
-"""Studies whose size is part of what they are."""
+CELLS = {"double_buffering": 12, "ladder": 8, "placement": 8, "context_length": 10, "pinned": 3, "width": 5}
+"""Studies whose size, of one system, is part of what they are."""
+SHRUNK = {
+    "model_size": ["model=tiny,qwen2.5-0.5b", "machine.host_bytes=2000000000", "system=megatrain"],  # the second has no room
+    "depth": ["model.config.num_hidden_layers=1,2", "system=megatrain"],
+    "width": [
+        "model.config={hidden_size:64,num_attention_heads:1,num_key_value_heads:1},{hidden_size:128,num_attention_heads:2}",
+        "system=megatrain",
+    ],
+    "context_length": ["shape.seq_len=16,32"],
+    "device_memory": ["machine.device_bytes=16000000000,24000000000", "system=megatrain"],
+    "batch_size": ["shape.batch_size=2,4", "system=megatrain"],
+    "checkpoint_interval": ["system.checkpoint_interval=1,2"],
+    "double_buffering": ["system.depth=1,2", "system.streams=3"],
+    "gradient_slabs": ["system.gradient_slabs=2,0"],
+    "optimizer_overlap": ["recipe.clip_norm=1.0"],
+    "pinned": ["system.pinned=exact,none"],
+    "ladder": ["+rung=0_paper,4_recompute_once"],
+    "placement": [
+        "system.keep_activations=0,-1",
+        "system.device_optimizer=0",
+        "system.offload_activations=0",
+        "system.compile=false",
+    ],
+}
+"""Two cells of each study that has more, without compilation."""
+SMALL = [
+    "measure=brief",
+    "logging=none",
+    "data.max_bytes=65536",
+    "model.config.num_hidden_layers=2",
+    "model.config.hidden_size=64",
+    "model.config.intermediate_size=128",
+    "model.config.num_attention_heads=2",
+]
 
 
+@functools.cache  # Hydra takes a quarter of a second to compose a cell
 def cells_of(*overrides: str) -> list[Cell]:
     auto.register()
-    cells = run.planned_cells([*overrides, "model=tiny"])
+    cells = run.planned_cells(list(overrides))
     assert cells is not None
     return cells
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_study_has_distinct_cells_of_the_engine(name: str) -> None:
-    cells = cells_of(f"+ablation={name}")
-    assert len({cell.hash for cell in cells}) == len(cells) == CELLS.get(name, len(cells)) > 1
-    assert {(cell.experiment, cell.system) for cell in cells} == {(name, "megatrain")}
+def test_every_study_has_distinct_cells(name: str) -> None:
+    axes = yaml.safe_load((auto.CONF / "ablation" / f"{name}.yaml").read_text())["hydra"]["sweeper"]["params"]
+    systems = axes.get("system", "").split(",") if "system" in axes else []
+    assert {(auto.CONF / "system" / f"{system}.yaml").exists() for system in systems} <= {True}
+    cells = cells_of(f"+ablation={name}", *(["system=megatrain"] if systems else []))
+    assert len({one.hash for one in cells}) == len(cells) == CELLS.get(name, len(cells)) > 1
+    assert {(one.experiment, one.system) for one in cells} == {(name, "megatrain")}
+
+
+def in_this_process(module: str, config: Mapping[str, Any], *, on_event: Callable[[Any], None], **_: Any) -> Outcome:
+    """What `run_isolated` does, without the seconds that a process needs to import torch."""
+    outcome = Outcome()
+
+    def emit(event: str, **fields: Any) -> None:
+        told = json.loads(json.dumps({"event": event, **fields}))
+        outcome.events.append(told)
+        on_event(told)
+
+    guarded(lambda: cell.work(cell_from(config), emit), emit)
+    failed = outcome.last("failed")
+    outcome.status, outcome.reason = ("ok", "") if outcome.last("done") else (failed["status"], failed["reason"])
+    return outcome
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_study_runs_on_the_cpu_from_its_cells_to_its_figure(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(study, "run_isolated", in_this_process)
+    shrunk = SHRUNK.get(name, [])
+    taken = {override.split("=")[0] for override in shrunk}
+    model = [] if "model" in taken else ["model=tiny"]
+    small = [
+        override for override in SMALL if override.split("=")[0] not in taken and not ("model" in taken and "model." in override)
+    ]
+    if "model.config" in taken:
+        small = [override for override in small if "hidden_size" not in override and "heads" not in override]
+    cells = cells_of(f"+ablation={name}", *model, *small, *shrunk, f"output_dir={tmp_path}")
+    rows = [study.run_cell(one, f"[{number}]") for number, one in enumerate(cells)]
+    assert [row.status for row in rows] == (["ok", "wont_fit"] if name == "model_size" else ["ok"] * len(cells))
+    frame = load.frame(tmp_path)
+    assert len(frame) == len(frame.drop_duplicates([*load.GROUP, "label"])) == len(cells) >= 2
+    for part in load.groups(load.latest(frame)):
+        assert name in report.markdown(part)
+        assert quickstart.figure(part).axes
+    assert capsys.readouterr().out.count(" x ") == len(cells)
 
 
 def test_an_axis_of_a_study_can_be_cut_down_on_the_command_line() -> None:
-    cells = cells_of("+ablation=double_buffering", "system.depth=1,2", "system.streams=3")
+    cells = cells_of("+ablation=double_buffering", "system.depth=1,2", "system.streams=3", "model=tiny")
     assert [(cell.options["depth"], cell.options["streams"]) for cell in cells] == [(1, 3), (2, 3)]
 
 
 def test_the_ladder_goes_from_paper_to_fast_one_switch_at_a_time() -> None:
-    rungs = [dict(cell.options) for cell in cells_of("+ablation=ladder")]
+    rungs = [dict(cell.options) for cell in cells_of("+ablation=ladder", "model=tiny")]
     labels = [rung.pop("preset") for rung in rungs]
     assert labels == sorted(path.stem for path in (auto.CONF / "rung").glob("*.yaml"))
-    ends = [dict(cells_of(f"system={name}")[0].options) for name in ("megatrain_paper", "megatrain_fast")]
+    ends = [dict(cells_of(f"system={name}", "model=tiny")[0].options) for name in ("megatrain_paper", "megatrain_fast")]
     assert [{**end, "preset": ""} for end in ends] == [{**rungs[0], "preset": ""}, {**rungs[-1], "preset": ""}]
     changed = [{name for name in rung if rung[name] != before[name]} for before, rung in itertools.pairwise(rungs)]
     assert changed == [
@@ -57,3 +142,42 @@ def test_a_rung_stands_alone(path: Path) -> None:
     with initialize_config_dir(str(auto.CONF), version_base="1.3"):
         config = compose("config", ["system=megatrain_paper", f"+rung={path.stem}"])
     assert config.system.preset == path.stem
+
+
+def test_depth_width_and_length_are_the_published_ones() -> None:
+    deep = cells_of("+ablation=depth", "system=megatrain")
+    published = {28: 7.62, 42: 10.88, 56: 14.14, 84: 20.67, 132: 31.85, 180: 43.04}  # in 1e9 parameters
+    assert [one.model.config["num_hidden_layers"] for one in deep] == list(published)
+    first, second = (count_params(one.model).total / 1e9 for one in deep[:2])  # the rest follows: layers are alike
+    assert {number: round(first + (number - 28) * (second - first) / 14, 2) for number in published} == published
+    wide = [one.model.config for one in cells_of("+ablation=width", "system=megatrain")]
+    assert [one["hidden_size"] / 1792 for one in wide] == [1, 3, 3.5, 4, 5]
+    for one in wide:
+        assert one["num_hidden_layers"] == 28
+        assert one["hidden_size"] == 128 * one["num_attention_heads"]
+        assert one["intermediate_size"] * 1792 == one["hidden_size"] * 9472
+    auto.register("cuda")
+    try:
+        with initialize_config_dir(str(auto.CONF), version_base="1.3"):
+            lengths = [1 << power for power in range(10, 20)]
+            shapes = [compose("config", ["+ablation=context_length", f"shape.seq_len={length}"]).shape for length in lengths]
+            assert [shape.batch_size for shape in shapes] == [32, 16, 8, 4, 2, 1, 1, 1, 1, 1]
+    finally:
+        auto.register()
+
+
+def test_a_cell_without_room_says_what_its_step_would_take(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a GPU, where rates are probed; here they are those of conf/rates, and nothing is allocated."""
+    from engine import Rates
+
+    rates = Rates(matmul_flops=7.7e14, adamw_params=7.2e9, h2d_bytes=5.5e10, d2h_bytes=5.5e10, device_bytes=4e12)
+    monkeypatch.setattr("engine.planner.measure", lambda *_, **__: rates)
+    caps: list[int] = []
+    monkeypatch.setattr(cell, "cap_device_memory", caps.append)  # torch's own refuses without a GPU
+    (one,) = cells_of("model=qwen2.5-7b", "shape=b32x1024", "machine.device_bytes=24000000000", "machine.host_bytes=50000000000")
+    config = {**one.config, "machine": {**one.config["machine"], "device": "cuda"}}
+    outcome = in_this_process("sweeps.cell", config, on_event=lambda event: None)
+    row = study.row_of(cell_from(config), outcome, started_at="", machine={})
+    assert (row.status, row.tokens_per_s, caps) == ("wont_fit", None, [24_000_000_000])
+    assert 1 < row.plan["step_s"] < 10
+    assert load.from_rows([row])["plan_step_s"][0] == row.plan["step_s"]

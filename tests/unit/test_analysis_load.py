@@ -210,6 +210,10 @@ def test_labels_tell_apart_rows_of_one_system() -> None:
         for depth in (1, 2)
     ]
     assert list(load.from_rows(by_depth)["label"]) == ["MegaTrain depth=1", "MegaTrain depth=2"]
+    by_cap = [
+        row("megatrain", [1.0], cell=str(cap), config={"machine": {"device": "cuda", "device_bytes": cap}}) for cap in (16, 24)
+    ]
+    assert list(load.from_rows(by_cap)["label"]) == ["MegaTrain device_bytes=16", "MegaTrain device_bytes=24"]
     by_preset = [row("megatrain", [1.0], preset=preset) for preset in ("paper", "fast")]
     assert list(load.from_rows(by_preset)["label"]) == ["MegaTrain paper", "MegaTrain fast"]
 

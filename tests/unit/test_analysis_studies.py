@@ -122,7 +122,13 @@ def test_what_cannot_change_a_measurement_is_no_factor_and_references_stand_besi
 def test_a_capped_device_is_a_factor() -> None:
     caps = (16 * 10**9, None)
     rows = [
-        row("megatrain", [1.0 + n], experiment="device_memory", cell=str(n), config=config() | {"machine": {"device_bytes": cap}})
+        row(
+            "megatrain",
+            [1.0 + n],
+            experiment="device_memory",
+            cell=str(n),
+            config=config() | {"machine": {"device": "cuda", "device_bytes": cap}},
+        )
         for n, cap in enumerate(caps)
     ]
     assert [one.label for one in study(rows).cells] == ["device bytes 16 GB", "device bytes whole device"]

@@ -89,7 +89,8 @@ def test_host_plan_is_what_is_allocated_and_split_master_holds_12_bytes(models, 
     elements = sum(layout.numel for layout in engine._planner.layouts)
     assert allocated["weights"] + allocated["master"] + allocated["moments"] == 12 * elements
     # One arena of exactly the needed size plus one page: no rounding to a power of two.
-    assert store._arena._storage.numel() == allocated["weights"] + allocated["gradients"] + allocated["activations"] + 4096
+    arena = store._arena.pieces[0].untyped_storage().nbytes()
+    assert arena == allocated["weights"] + allocated["gradients"] + allocated["activations"] + 4096
 
 
 def test_plan_allocates_nothing(models):
@@ -109,6 +110,7 @@ def test_plan_allocates_nothing(models):
         ({"gradient_slabs": -1}, "system.gradient_slabs: got -1"),
         ({"loss_chunk": 0}, "system.loss_chunk: got 0"),
         ({"master": "bf16"}, "system.master: got 'bf16', allowed split, fp32"),
+        ({"pinned": True}, "system.pinned: got True, allowed exact, torch, none"),
     ],
 )
 def test_bad_options_are_one_line(setting, message):

@@ -14,7 +14,7 @@ ALLOWED = {
     "analysis": {"analysis": None, "sweeps": {"sweeps.result"}},
 }
 """Room -> room it may import from -> modules it may import (None: any)."""
-ONLY_IN = {"hydra": {"sweeps"}, "omegaconf": {"sweeps"}, "wandb": {"sweeps"}, "transformers": {"baselines", "sweeps"}}
+ONLY_IN = {"hydra": {"sweeps"}, "omegaconf": {"sweeps"}, "wandb": {"sweeps", "analysis"}, "transformers": {"baselines", "sweeps"}}
 """Library -> rooms that may import it."""
 ENGINE_LIBRARIES = {"torch"}
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from engine import Batch, NonFiniteLossError
-from sweeps import auto, bench, mirror
+from sweeps import auto, bench
 from sweeps.clock import Stopwatch
 from sweeps.config import Measure
 from sweeps.isolate import Outcome, run_isolated, verdict
 from sweeps.memory import NoDevice, Sampler, host_bytes
-from sweeps.result import Row, compared, read_rows
+from sweeps.result import Row, compared, history, read_rows
 from sweeps.run import planned_cells
 from sweeps.sinks import JsonlSink
 from sweeps.study import row_of
@@ -135,10 +135,10 @@ def test_rows_round_trip_with_nan(tmp_path: Path) -> None:
     assert json.loads(back.to_json()) == json.loads(row.to_json())
 
 
-def test_mirror_history_is_the_row() -> None:
+def test_the_history_of_a_run_is_the_row() -> None:
     config = {"measure": {"warmup_steps": 1, "steps_per_window": 2}}
     row = Row(**ROW, cell="a", losses=[3.0, 2.0, 1.0], step_s=[0.5], tokens_per_s=28.0, config=config)  # 14 of 16 are labels
-    steps = list(mirror.history(row))
+    steps = list(history(row))
     assert steps == [(0, {"loss": 3.0}), (1, {"loss": 2.0}), (2, {"loss": 1.0, "step_s": 0.5, "tokens_per_s": 28.0})]
 
 

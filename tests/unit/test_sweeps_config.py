@@ -17,7 +17,7 @@ GROUPS = {folder.name: sorted(item.stem for item in folder.glob("*.yaml")) for f
 NOT_ALONE = ("ablation", "experiment", "rates", "rung", "tune")
 CHOICES = [(group, name) for group, names in GROUPS.items() for name in names if group not in NOT_ALONE]
 PUBLISHED = {"tiny": 5.62e6, "qwen2.5-0.5b": 0.494e9, "qwen2.5-1.5b": 1.544e9, "qwen2.5-3b": 3.086e9, "qwen2.5-7b": 7.616e9}
-PUBLISHED |= {"qwen2.5-14b": 14.77e9, "qwen2.5-32b": 32.76e9}
+PUBLISHED |= {"qwen2.5-14b": 14.77e9, "qwen2.5-32b": 32.76e9, "qwen2.5-72b": 72.71e9}
 
 
 def composed(*overrides: str) -> Cell:
@@ -85,6 +85,7 @@ def test_hash_ignores(same: str) -> None:
         "recipe.lr=1",
         "measure.windows=2",
         "model.config.rms_norm_eps=1",
+        "machine.device_bytes=9",
     ],
 )
 def test_hash_covers(other: str) -> None:
@@ -94,6 +95,7 @@ def test_hash_covers(other: str) -> None:
 def test_comparison_key_spans_systems_of_one_dtype() -> None:
     keys = {comparison_key(composed(f"system={name}").config) for name in GROUPS["system"]}
     assert len(keys) == 1
+    assert comparison_key(composed("machine.device_bytes=9").config) in keys  # a cap changes the speed, not the losses
     assert comparison_key(composed("system.dtype=float32").config) not in keys
     assert comparison_key(composed("seed=1").config) not in keys
 

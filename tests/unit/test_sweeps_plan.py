@@ -37,6 +37,24 @@ def test_the_paper_preset_is_predicted_slower_than_streaming_and_fast_faster():
     assert seconds[0] > seconds[1] > seconds[2]
 
 
+@pytest.mark.parametrize(("model", "wasted"), [("7b", 0.15), ("14b", 0.95), ("32b", 0.10)])
+def test_pinning_through_torch_wastes_what_a_power_of_two_is_larger_than_a_layer(model, wasted):
+    """As the published code does: one buffer a layer, from torch's pinned allocator."""
+    plans = {}
+    for pinned in ("exact", "torch", "none"):
+        cell, machine = compose_plan([f"model=qwen2.5-{model}", "+rates=h200_64cores", f"system.pinned={pinned}"])
+        engine = planned(cell, machine)[1]
+        assert engine is not None
+        plans[pinned] = engine.plan().host
+        spec = engine._planner.host_spec(engine.pipeline)
+    layer = spec.buffers()[1]
+    assert (1 << (layer - 1).bit_length()) / layer - 1 == pytest.approx(wasted, abs=0.01)
+    rounding = plans["torch"].pop("rounding")
+    assert plans["torch"] == plans["exact"] == plans["none"]
+    num_layers = engine.pipeline.num_layers
+    assert rounding > 2 * num_layers * wasted * 0.9 * layer  # weights and gradient slabs
+
+
 def test_every_system_and_this_machine_without_a_gpu(capsys, monkeypatch):
     for system in ("in_memory", "megatrain", "fsdp2"):
         monkeypatch.setattr("sys.argv", ["plan", f"system={system}"])

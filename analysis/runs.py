@@ -1,0 +1,109 @@
+"""Rows back from W&B: from offline runs on disk, and from a project online.
+
+Invariant: both ways only fetch (packed row, history) pairs; `sweeps.result.unpacked` makes the row of them, so it is the row
+of the JSONL that was uploaded, whichever way it came. A run that lacks a part is an error, never a shorter curve.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sweeps.result import Row, unpacked
+
+ONLINE = re.compile(r"wandb:(?P<entity>[^/@#]+)/(?P<project>[^/@#]+)(@(?P<group>[^#]+))?(#(?P<tag>.+))?")
+"""wandb:entity/project, then @group and #tag where only those runs are meant."""
+AGAIN = "make it again from the JSONL, which has every row: python -m sweeps.upload ROWS"
+
+
+class Tagged(NamedTuple):
+    """A row and where it came from."""
+
+    row: Row
+    position: int
+    """In its JSONL file."""
+    file: str
+    """What tells that file from others: rows of one file are compared."""
+    source: str
+    """For people."""
+
+
+def files_in(folder: Path) -> list[Path]:
+    """The .wandb files of the runs in a folder, oldest first."""
+    return sorted(folder.rglob("run-*.wandb"))
+
+
+def offline(files: Iterable[Path]) -> list[Tagged]:
+    """The rows of runs on disk, synced or not; of several runs with one id the last that is whole. ValueError, one line."""
+    listed = list(files)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        read = list(pool.map(_read, listed))
+    rows: dict[str, Tagged] = {}
+    for file, found in zip(listed, read, strict=True):
+        if not isinstance(found, ValueError):
+            rows[file.stem] = found
+    for file, found in zip(listed, read, strict=True):
+        if isinstance(found, ValueError) and file.stem not in rows:
+            raise found
+    return list(rows.values())
+
+
+def _read(file: Path) -> Tagged | ValueError:
+    """The row of one .wandb file. W&B's own command reads it: the format is no public interface."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
+    quiet = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    done = subprocess.run(command, capture_output=True, text=True, env=quiet, stdin=subprocess.DEVNULL, check=False)
+    config: dict[str, Any] = {}
+    steps = []
+    try:
+        for line in done.stdout.splitlines():
+            record = json.loads(line)
+            if record["type"] == "run":
+                config |= record["run"].get("config", {}).get("update", {})
+            elif record["type"] == "history":
+                steps.append(record["history"]["item"])
+        if not config and not steps:
+            raise ValueError(f"{file}: got nothing readable, its writer was killed; {AGAIN}")
+        return _row(config, steps, str(file))
+    except ValueError as error:  # one of several runs with this id may be whole
+        return error
+
+
+def online(source: str) -> list[Tagged]:
+    """The rows of a project, by its whole history (`scan_history`, never the sampled one). ValueError, one line."""
+    match = ONLINE.fullmatch(source)
+    if match is None:
+        raise ValueError(f"{source}: got no project, allowed wandb:entity/project[@group][#tag]; see its address in W&B")
+    path = f"{match['entity']}/{match['project']}"
+    wanted = {"group": match["group"], "tags": match["tag"]}
+    filters = {name: value for name, value in wanted.items() if value}
+    from wandb import Api, Error
+
+    try:
+        rows = [_row(run.config, run.scan_history(), f"wandb:{path}/{run.id}") for run in Api().runs(path, filters=filters)]
+    except (Error, ValueError, OSError) as error:
+        told = " ".join(str(error).split())
+        if told.startswith("wandb:"):
+            raise ValueError(told) from None
+        remedy = "check name, `wandb login` and network, or load the JSONL or the offline runs instead"
+        raise ValueError(f"{source}: W&B said {told!r}; {remedy}") from None
+    if not rows:
+        raise ValueError(f"{source}: got no such runs, allowed those that sweeps.upload has fed; check @group and #tag")
+    return rows
+
+
+def _row(config: Mapping[str, Any], steps: Iterable[Mapping[str, Any]], where: str) -> Tagged:
+    if "row" not in config:
+        raise ValueError(f"{where}: got a run without a row, allowed runs that this version of sweeps.upload wrote; {AGAIN}")
+    try:
+        return Tagged(unpacked(config["row"], steps, where), int(config["position"]), str(config["file"]), where)
+    except (KeyError, TypeError, AttributeError, AssertionError) as error:
+        detail = " ".join(str(error).split())
+        raise ValueError(f"{where}: got no row of this bench ({detail}), allowed what sweeps.upload wrote; {AGAIN}") from None

@@ -1,0 +1,124 @@
+"""Rows of JSONL files fed to W&B: by the bench after every cell, and again by hand whenever runs are lost or wanted elsewhere.
+
+Invariant: reads the JSONL and nothing else, and a run holds its whole row, so `analysis.load` makes the same frame of both.
+A run's id follows from the row's cell and start: what was uploaded is skipped offline and overwritten online, never doubled.
+
+    python -m sweeps.upload outputs/quickstart                             # offline runs, beside the rows
+    python -m sweeps.upload outputs/quickstart/rows.jsonl mode=online project=NAME cell=HASH
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sweeps.result import HISTORY, Row, digest, history, packed, read_rows
+
+DEFAULTS = {"project": "megatrain-bench", "mode": "offline", "cell": ""}
+MODES = ("offline", "online")
+WHOLE = "uploaded"
+"""File in the folder of a run that was written to its end; holds the project."""
+
+
+def run_id(row: Row) -> str:
+    """Twelve hex digits: what tells a row apart from every other attempt at every cell."""
+    return digest([row.cell, row.started_at, row.machine])
+
+
+def upload(row: Row, file: Path, position: int, mode: str, project: str) -> Path:
+    """Write one run into the folder wandb beside `file`, where the row has that position; the run's own folder."""
+    import wandb
+
+    identity, folder = run_id(row), file.resolve().parent
+    done = sorted(folder.glob(f"wandb/offline-run-*-{identity}/{WHOLE}")) if mode == "offline" else []
+    for marker in done:
+        if marker.read_text() == project:
+            return marker.parent
+    settings = wandb.Settings(
+        console="off", silent=True, x_disable_stats=True, x_disable_meta=True, disable_git=True, disable_code=True
+    )
+    run = wandb.init(
+        project=project,
+        id=identity,
+        mode="online" if mode == "online" else "offline",
+        dir=str(folder),
+        group=row.experiment,
+        name=f"{row.system}-{row.cell}",
+        tags=[row.system, row.model, row.status],
+        config={
+            **row.config,
+            "machine": row.machine,
+            "versions": row.versions,
+            "cell": row.cell,
+            "file": digest(str(file.resolve())),
+            "position": position,
+            "row": packed(row),
+        },
+        settings=settings,
+    )
+    for step, values in history(row):
+        run.log(values, step=step)
+    run.summary.update(summary(row))
+    where = Path(run.dir).parent
+    run.finish(exit_code=0 if row.status == "ok" else 1)
+    (where / WHOLE).write_text(project)
+    return where
+
+
+def summary(row: Row) -> dict[str, Any]:
+    """What W&B's tables show of a row, beside config and history; it nests the mappings itself."""
+    fields = {name: value for name, value in dataclasses.asdict(row).items() if name not in (*HISTORY, "config")}
+    return fields | ({"final_loss": row.losses[-1]} if row.losses else {})
+
+
+def parse(arguments: Sequence[str]) -> tuple[Path, dict[str, str]]:
+    """The path, which comes first, and the options; ValueError, one line."""
+    if not arguments or (wrong := [item for item in arguments[1:] if "=" not in item]):
+        got = repr(wrong[0]) if arguments else "nothing"
+        raise ValueError(f"command line: got {got}, allowed a file or folder, then project=, mode= or cell=; correct it")
+    options = DEFAULTS | dict(item.split("=", 1) for item in arguments[1:])
+    for name in options.keys() - DEFAULTS.keys():
+        raise ValueError(f"{name}: got {options[name]!r}, an unknown option, allowed {', '.join(DEFAULTS)}; correct the name")
+    if options["mode"] not in MODES:
+        raise ValueError(f"mode: got {options['mode']!r}, allowed {', '.join(MODES)}; choose one of these")
+    return Path(arguments[0]), options
+
+
+def rows_in(path: Path, cell: str) -> list[tuple[Path, int, Row]]:
+    """(file, position in it, row) of all rows of a file or folder, or of the last row of `cell`. ValueError, one line."""
+    files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
+    found = [(file, position, row) for file in files for position, row in enumerate(read_rows(file))]
+    if not found:
+        raise ValueError(f"{path}: got no rows, allowed a *.jsonl that sweeps.run wrote or a folder of them; run a bench first")
+    if cell and not any(row.cell == cell for _, _, row in found):
+        raise ValueError(f"cell: got {cell}, allowed a cell of {path}; look at its `cell` field")
+    return [item for item in found if item[2].cell == cell][-1:] if cell else found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Upload, and print the folder of each run; 2 and one line where the command line, the rows or W&B are at fault."""
+    os.environ["WANDB_SILENT"] = "true"
+    try:
+        path, options = parse(sys.argv[1:] if arguments is None else arguments)
+        items = rows_in(path, options["cell"])
+    except (OSError, ValueError) as error:
+        print(f"upload: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    from wandb import Error
+
+    for file, position, row in items:
+        try:
+            print(upload(row, file, position, options["mode"], options["project"]), flush=True)
+        except Error as error:
+            told = " ".join(str(error).split())
+            print(f"upload: mode={options['mode']}: W&B said {told}; upload offline and `wandb sync` later", file=sys.stderr)
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""What a study says of its time: from predictions, from rows of the folder, or that it does not know."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import Rates
+from sweeps import auto, forecast, run
+from sweeps.config import Cell, cell_from
+from sweeps.forecast import Forecast, announce, duration, settings
+from sweeps.result import Row
+from sweeps.sinks import JsonlSink
+
+
+def cells_of(*overrides: str) -> list[Cell]:
+    auto.register()
+    cells = run.planned_cells(["--multirun", "model=tiny", "measure=brief", *overrides])
+    assert cells is not None
+    return cells
+
+
+def row_of(cell: Cell, step_s: float, **fields: Any) -> Row:
+    known: dict[str, Any] = {
+        "experiment": cell.experiment,
+        "cell": cell.hash,
+        "system": cell.system,
+        "model": cell.model.name,
+        "preset": cell.options.get("preset"),
+        "batch_size": cell.shape.batch_size,
+        "seq_len": cell.shape.seq_len,
+        "num_micro_batches": 1,
+        "status": "ok",
+        "step_s": [step_s, step_s],
+    }
+    return Row(**known | fields)
+
+
+def test_rows_of_the_folder_predict_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cells = cells_of(f"output_dir={tmp_path}", "system=megatrain,fsdp2", "shape.batch_size=2,4")
+    sink = JsonlSink(cells[0].rows_path)
+    sink.row(row_of(cells[0], 10.0))
+    forecast = announce(cells)
+    assert capsys.readouterr().out.splitlines() == [
+        "adhoc: 4 cells, 1 already measured; time left: about 60 s and 2 of unknown length, steps alone: starting up adds to it",
+        "  system=megatrain shape.batch_size=2  measured",
+        "  system=megatrain shape.batch_size=4  about 60 s (20 s x 3 steps)",
+        "  system=fsdp2 shape.batch_size=2      unknown",
+        "  system=fsdp2 shape.batch_size=4      unknown",
+    ]
+    with forecast.watching(cells[0]):  # skipped: says nothing
+        pass
+    assert capsys.readouterr().out == ""
+    with forecast.watching(cells[1]):
+        sink.row(row_of(cells[1], 20.0))
+    assert capsys.readouterr().out == "2 of 4 cells left; time left: unknown\n"
+    with forecast.watching(cells[2]):
+        sink.row(row_of(cells[2], 5.0))
+    assert capsys.readouterr().out == "1 of 4 cells left; time left: about 30 s\n"
+    with forecast.watching(cells[3]):
+        sink.row(row_of(cells[3], 5.0, status="error"))
+    assert capsys.readouterr().out == ""
+
+
+def test_starting_up_counts_once_it_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cells = cells_of(f"output_dir={tmp_path}", "system.depth=1,2")
+    known = Forecast(cells, {cell.hash: 2.0 for cell in cells})
+    assert known.remaining() == "about 12 s, steps alone: starting up adds to it"
+    clock = iter([100.0, 117.0])
+    monkeypatch.setattr(forecast.time, "monotonic", lambda: next(clock))
+    with known.watching(cells[0]):
+        JsonlSink(cells[0].rows_path).row(row_of(cells[0], 3.0))
+    assert known.seconds(cells[1]) == 2.0 * 3 + (17.0 - 3.0 * 3)
+    assert known.remaining() == "about 14 s"
+
+
+def test_one_cell_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert announce(cells_of("system.depth=1")).cells == []
+    assert capsys.readouterr().out == ""
+
+
+def test_only_what_tells_cells_apart_is_told() -> None:
+    assert settings(cells_of("system.depth=1,2", "shape.seq_len=16,32"))[1] == "system.depth=1 shape.seq_len=32"
+    assert settings(cells_of("system=megatrain,megatrain_fast")) == ["system.preset=stream", "system.preset=fast"]
+    assert settings(cells_of("machine.device_bytes=null,9")) == ["machine.device_bytes=None", "machine.device_bytes=9"]
+
+
+def test_the_cost_model_predicts_the_engine_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the rates of conf/rates in place of probed ones, which need the GPU; the rates are probed once."""
+    probed = []
+    rates = Rates(
+        matmul_flops=7.7e14,
+        adamw_params=7.2e9,
+        weights_params=8e9,
+        moments_params=1.1e10,
+        h2d_bytes=5.5e10,
+        d2h_bytes=5.5e10,
+        device_bytes=4e12,
+    )
+    monkeypatch.setattr("engine.planner.measure", lambda *_, **__: probed.append(1) or rates)
+    told: dict[str, float] = {}
+
+    def emit(event: str, *, cell: str, step_s: float) -> None:
+        told[cell] = step_s
+
+    memory: dict[Any, Any] = {}
+    overrides = [
+        "model=qwen2.5-7b",
+        "shape=b32x1024",
+        "machine.host_bytes=140000000000",
+        "machine.device_bytes=9,24000000000,80000000000",
+    ]
+    cells = []
+    for cell in cells_of(*overrides):
+        cells.append(cell_from({**cell.config, "machine": {**cell.config["machine"], "device": "cuda"}}))
+        forecast._predict(cells[-1], memory, emit)
+    assert len(probed) == 1
+    assert told[cells[0].hash] == 0.0
+    assert 1 < told[cells[2].hash] < 10
+    lines = Forecast(cells, told).lines()
+    assert lines[1].endswith("does not fit")
+    assert "steps)" in lines[3]
+    assert forecast.predict([dataclasses.replace(cells[0], system="zero3")]) == {}
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(45.4, "45 s"), (119, "119 s"), (720, "12 min"), (12240, "3.4 h")])
+def test_durations_are_words(seconds: float, words: str) -> None:
+    assert duration(seconds) == words

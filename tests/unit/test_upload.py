@@ -1,0 +1,203 @@
+"""Rows through W&B and back: offline runs written and read by the real library, and what goes wrong on the way."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pandas as pd
+import pytest
+
+from analysis import load
+from sweeps.result import Row, history, packed, unpacked
+from tests.unit.test_analysis_load import curve, plan, row, save
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = {
+    "system": {"dtype": "bfloat16", "depth": 2},
+    "seed": 0,
+    "measure": {"warmup_steps": 1, "windows": 2, "steps_per_window": 2, "timeout_s": 9.5},
+    "machine": {"device": "cuda", "host_bytes": None, "device_bytes": None},
+}
+NO_KEY = {"WANDB_API_KEY": "", "HOME": "/nonexistent", "NETRC": "/nonexistent"}
+NO_NETWORK = {"WANDB_API_KEY": "0123456789" * 4, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_HTTP_TIMEOUT": "2"}
+
+
+def rows() -> list[Row]:
+    """Measured, non-finite, without a number; the reference comes last, so that `agrees` has to be filled in."""
+    return [
+        row("megatrain", [1.6, 1.7], losses=curve(5, 1e-4), plan=plan(7, 9) | {"step_s": 1.55}, config=CONFIG),
+        row("fsdp2", status="nonfinite", reason="loss nan at step 4", losses=[*curve(4), math.nan], config=CONFIG),
+        row("zero2", status="wont_fit", reason='no "room" — 2 × 10 GiB', plan=plan(2**60, 3), losses=[]),
+        row("in_memory", [0.1 + 0.2, 1 / 3], losses=curve(5), counters={"optimizer_s": math.inf}, config=CONFIG),
+    ]
+
+
+def upload(*arguments: str | Path, **env: str) -> CompletedProcess[str]:
+    command = [sys.executable, "-m", "sweeps.upload", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.fixture(scope="module")
+def uploaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A rows file, and the folders of its offline runs."""
+    path = save(tmp_path_factory.mktemp("study") / "rows.jsonl", rows())
+    done = upload(path.parent)
+    assert done.returncode == 0, done.stderr
+    return path, done.stdout.split()
+
+
+def same(one: pd.DataFrame, other: pd.DataFrame) -> bool:
+    pd.testing.assert_frame_equal(one.drop(columns="source"), other.drop(columns="source"))
+    return True
+
+
+def test_offline_runs_and_the_jsonl_give_the_same_frame(uploaded: tuple[Path, list[str]]) -> None:
+    path, folders = uploaded
+    frame = load.frame(path)
+    assert same(load.frame(path.parent / "wandb"), frame)
+    assert list(frame["agrees"][[0, 3]]) == [True, True]
+    assert math.isnan(frame["losses"][1][-1])
+    single = load.frame(folders[2])
+    assert (len(single), single["reason"][0]) == (1, rows()[2].reason)
+
+
+def test_a_synced_run_gives_the_same_frame(uploaded: tuple[Path, list[str]], tmp_path: Path) -> None:
+    """`wandb sync` leaves the file as it is and a marker beside it; an online run has another folder name."""
+    path, folders = uploaded
+    for number, folder in enumerate(map(Path, folders)):
+        name = folder.name.removeprefix("offline-") if number % 2 else folder.name
+        shutil.copytree(folder, tmp_path / name)
+        if number % 2 == 0:
+            (tmp_path / name / f"{next(folder.glob('*.wandb')).name}.synced").touch()
+    assert same(load.frame(tmp_path), load.frame(path))
+
+
+def test_uploading_again_adds_nothing(uploaded: tuple[Path, list[str]]) -> None:
+    path, folders = uploaded
+    assert upload(path).stdout.split() == folders
+    assert len(list(path.parent.glob("wandb/offline-run-*"))) == len(folders) == len(rows())
+    elsewhere = upload(path, "project=other", f"cell={rows()[0].cell}").stdout.split()
+    assert len(elsewhere) == 1
+    assert elsewhere[0] not in folders
+
+
+def test_a_run_whose_writer_was_killed_is_told_and_made_again(uploaded: tuple[Path, list[str]], tmp_path: Path) -> None:
+    path = save(tmp_path / "rows.jsonl", rows()[:2])
+    torn, other = (tmp_path / "wandb" / Path(folder).name for folder in uploaded[1][:2])
+    for folder in (torn, other):
+        shutil.copytree(uploaded[0].parent / "wandb" / folder.name, folder)
+    log = next(torn.glob("*.wandb"))
+    log.write_bytes(log.read_bytes()[: log.stat().st_size // 3])
+    (torn / "uploaded").unlink()
+    with pytest.raises(ValueError, match=r"its writer was .*upload") as caught:
+        load.frame(torn.parent)
+    assert "\n" not in str(caught.value)
+    assert len(load.frame(tmp_path)) == 2  # the JSONL has every row
+    assert upload(path).returncode == 0
+    assert len(list(torn.parent.glob("offline-run-*"))) == 3
+    log.write_bytes(b"")
+    assert same(load.frame(torn.parent), load.frame(path))
+
+
+@pytest.mark.parametrize("one", rows(), ids=lambda one: one.system)
+def test_row_and_run_are_one_to_one(one: Row) -> None:
+    """As `scan_history` has it: other keys beside ours, None where nothing was logged, any order."""
+    steps = [{"_step": step, "_runtime": 0.1, "loss": None, "step_s": None} | values for step, values in history(one)]
+    assert unpacked(packed(one), reversed(steps), "run").to_json() == one.to_json()
+    if steps:
+        with pytest.raises(ValueError, match="run has 4 of 5 losses: its writer was stopped"):
+            unpacked(packed(one), steps[:-1], "run")
+
+
+def test_a_run_of_another_schema_is_refused() -> None:
+    with pytest.raises(ValueError, match="run has schema_version 0, allowed 1"):
+        unpacked(json.dumps(json.loads(packed(rows()[2])) | {"schema_version": 0}), [], "run")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "upload: command line: got nothing, allowed a file or folder"),
+        (["rows.jsonl", "extra"], "upload: command line: got 'extra'"),
+        (["rows.jsonl", "proj=x"], "upload: proj: got 'x', an unknown option, allowed project, mode, cell"),
+        (["rows.jsonl", "mode=later"], "upload: mode: got 'later', allowed offline, online"),
+        (["nowhere.jsonl"], "No such file"),
+        (["tests"], "upload: tests: got no rows"),
+        (["analysis/results/h200_3b.jsonl", "cell=nope"], "upload: cell: got nope, allowed a cell of"),
+    ],
+)
+def test_a_mistyped_upload_is_one_line(arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    from sweeps.upload import main
+
+    monkeypatch.chdir(ROOT)
+    assert main(arguments) == 2
+    errors = capsys.readouterr().err
+    assert said in errors
+    assert len(errors.splitlines()) == 1
+
+
+def test_an_upload_that_cannot_reach_the_server_is_one_line(tmp_path: Path) -> None:
+    done = upload(save(tmp_path / "rows.jsonl", rows()[2:3]), "mode=online", **NO_KEY)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert "upload: mode=online: W&B said" in done.stderr
+
+
+def loaded(source: str, **env: str) -> CompletedProcess[str]:
+    """In a process of its own: wandb keeps what it once knew of keys and servers."""
+    code = f"from analysis import load\ntry:\n    load.frame({source!r})\nexcept ValueError as error:\n    print(error)"
+    command = [sys.executable, "-c", code]
+    quiet = os.environ | {"WANDB_SILENT": "true"} | env
+    return subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture
+def empty_server() -> Iterator[str]:
+    """A W&B server that knows its user and no project."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            answer = json.dumps({"data": {"viewer": {"id": "1", "username": "u", "entity": "u"}, "project": None}}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("source", "env", "words"),
+    [
+        ("wandb:nobody", NO_KEY, "wandb:nobody: got no project, allowed wandb:entity/project[@group][#tag]"),
+        ("wandb:me/project", NO_KEY, "wandb:me/project: W&B said 'No API key configured"),
+        ("wandb:me/project@quickstart", NO_NETWORK, "wandb:me/project@quickstart: W&B said 'Failed to verify credentials"),
+    ],
+    ids=["address", "no-key", "no-network"],
+)
+def test_a_project_that_cannot_be_read_is_one_line(source: str, env: dict[str, str], words: str) -> None:
+    done = loaded(source, **env)
+    assert done.stdout.startswith(words), done
+    assert len(done.stdout.splitlines()) == 1
+
+
+def test_a_project_that_does_not_exist_is_one_line(empty_server: str) -> None:
+    done = loaded("wandb:me/nowhere", **(NO_NETWORK | {"WANDB_BASE_URL": empty_server, "WANDB_HTTP_TIMEOUT": "20"}))
+    assert done.stdout.startswith("wandb:me/nowhere: W&B said 'Could not find project nowhere'"), done
+    assert len(done.stdout.splitlines()) == 1
