@@ -7,13 +7,14 @@ DeepSpeed's configuration (https://www.deepspeed.ai/docs/config-json, checked ag
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from baselines.common import CommonOptions, at_least
-from baselines.model import count_params
-from baselines.system import SystemSpec
+from baselines.common import CommonOptions, at_least, share
+from baselines.model import build_skeleton, count_params
+from baselines.system import ModelSpec, SystemSpec
 
 ONE_LAYER = -1
 """`prefetch_bucket_size` that stands for the parameters of the largest decoder layer."""
@@ -47,6 +48,23 @@ class Zero3Options(DeepSpeedOptions):
     """A parameter that is used again within this many others is not released."""
     sub_group_size: int = 1_000_000_000
     """Parameters that the CPU optimizer takes at a time."""
+    offload_ratio: float = share(1.0)
+    """Share of the sub-groups that the CPU updates; state of the others stays on the device and is updated there (Twin-Flow)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SuperOffloadOptions(Zero3Options):
+    """Options of `SuperOffload`; sizes and shares are those of its authors' examples (DeepSpeedExamples)."""
+
+    offload_param: bool = False
+    overlap_comm: bool = False
+    reduce_bucket_size: int = 400_000_000
+    sub_group_size: int = 400_000_000
+    offload_ratio: float = share(0.9)
+    cpu_share: float = share(0.9, whole=False)
+    """Share of the cores that the process of the optimizer runs on; the training process keeps the others."""
+    clip: bool = False
+    """Clip as the recipe asks, exactly: then no update starts before the backward is over. False trains without clipping."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,9 +77,25 @@ def accumulation_dtype(spec: SystemSpec) -> torch.dtype:
     return spec.dtype if spec.shape.num_micro_batches == 1 else torch.float32
 
 
+def sub_groups(model: ModelSpec, sub_group_size: int) -> list[int]:
+    """Parameters of each of ZeRO-3's sub-groups, in order: one is closed when it has reached `sub_group_size`."""
+    sizes = [param.numel() for param in build_skeleton(model, torch.bfloat16).parameters()]
+    groups = [0]
+    for size in sizes:
+        if groups[-1] >= sub_group_size and sub_group_size < sum(sizes):
+            groups.append(0)
+        groups[-1] += size
+    return groups
+
+
+def on_device(groups: Sequence[int], offload_ratio: float) -> list[int]:
+    """The sub-groups that are not offloaded: the first, in number and not in size (as stage3.py counts them)."""
+    return list(groups[: int((1 - offload_ratio) * len(groups))])
+
+
 def deepspeed_config(spec: SystemSpec, options: DeepSpeedOptions) -> dict[str, Any]:
     """DeepSpeed's configuration of one step of `spec`; the stage follows from the kind of options."""
-    offload = {"device": "cpu", "pin_memory": options.pin_memory and spec.device.type == "cuda"}
+    offload: dict[str, Any] = {"device": "cpu", "pin_memory": options.pin_memory and spec.device.type == "cuda"}
     zero: dict[str, Any] = {
         "stage": 2,
         "offload_optimizer": offload,
@@ -73,16 +107,25 @@ def deepspeed_config(spec: SystemSpec, options: DeepSpeedOptions) -> dict[str, A
         zero |= _stage_3(spec, options)
         if options.offload_param:
             zero["offload_param"] = offload
+        if options.offload_ratio < 1:
+            zero["offload_optimizer"] = offload | {"ratio": options.offload_ratio}
+    if isinstance(options, SuperOffloadOptions):
+        zero["offload_optimizer"] = zero["offload_optimizer"] | {"super_offload": True, "cpuadam_cores_perc": options.cpu_share}
     return {
         "train_micro_batch_size_per_gpu": spec.shape.micro_batch_size,
         "gradient_accumulation_steps": spec.shape.num_micro_batches,
-        "gradient_clipping": spec.recipe.clip_norm,
+        "gradient_clipping": clip_norm(spec, options),
         "bf16": {"enabled": spec.dtype == torch.bfloat16},
         "data_types": {"grad_accum_dtype": "bf16" if accumulation_dtype(spec) == torch.bfloat16 else "fp32"},
         "zero_optimization": zero,
         "steps_per_print": None,
         "wall_clock_breakdown": False,
     }
+
+
+def clip_norm(spec: SystemSpec, options: DeepSpeedOptions) -> float:
+    """The recipe's, or 0 for a system that is told not to clip."""
+    return spec.recipe.clip_norm if getattr(options, "clip", True) else 0.0
 
 
 def _stage_3(spec: SystemSpec, options: Zero3Options) -> dict[str, Any]:

@@ -45,3 +45,8 @@ def plan_on(device: torch.device, on_device: Mapping[str, int], on_host: Mapping
     """The plan with the libraries' workspace added; the CPU has none."""
     workspace = CUDA_WORKSPACE_BYTES if device.type == "cuda" else 0
     return Plan(device={**on_device, "workspace": workspace}, host=dict(on_host))
+
+
+def rounding(num_bytes: int) -> int:
+    """Bytes that torch adds to a pinned block: up to the next power of two."""
+    return (1 << (num_bytes - 1).bit_length()) - num_bytes

@@ -82,7 +82,10 @@ class SystemSpec:
 
 
 class TrainingSystem(Protocol):
-    """One way to train the model. Constructing one allocates nothing that grows with the model."""
+    """One way to train the model. Constructing one allocates nothing that grows with the model.
+
+    One that does not do all that the recipe asks says so in an attribute `caveat`, one line that its row and tables show.
+    """
 
     def plan(self) -> Plan:
         """Closed-form bytes on device and host, by kind; allocates nothing."""
@@ -124,6 +127,7 @@ REGISTRY: dict[str, str] = {
     "megatrain": "baselines.megatrain:build",
     "zero3": "baselines.zero3:Zero3",
     "zero2": "baselines.zero3:Zero2",
+    "superoffload": "baselines.superoffload:SuperOffload",
     "fsdp2": "baselines.fsdp2:Fsdp2",
 }
 

@@ -72,7 +72,14 @@ def work(cell: Cell, emit: Emitter) -> None:
         emit("invalid", reason=" ".join(str(error).split()))
         return
     planned: dict[str, Any] = {"device": dict(plan.device), "host": dict(plan.host)}
-    emit("plan", plan=planned, dtypes=system.dtypes(), num_params=num_params, tokens_per_step=cell.shape.num_tokens)
+    emit(
+        "plan",
+        plan=planned,
+        dtypes=system.dtypes(),
+        caveat=getattr(system, "caveat", None),
+        num_params=num_params,
+        tokens_per_step=cell.shape.num_tokens,
+    )
     refusal = fits(plan, cell.model.name, cell.machine.device, environment.machine(cell.machine, None))
     if refusal:
         emit("failed", status="wont_fit", reason=refusal)

@@ -1,0 +1,139 @@
+"""Rivals that need a GPU, as far as a CPU can tell: their configuration, their plan, what they refuse and in which words."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from baselines.deepspeed_options import SuperOffloadOptions, Zero3Options, deepspeed_config, on_device, sub_groups
+from baselines.model import initial_weights, num_params
+from baselines.system import ModelSpec, Shape, SystemSpec, Unsupported, build
+from engine import Recipe
+from tests.unit.test_baselines_model import TINY
+from tests.unit.test_baselines_systems import QWEN_14B
+
+CUDA_ONLY = ["superoffload"]
+
+
+def make_spec(config=TINY, device="cuda", clip_norm=1.0, micro_batches=1, **options) -> SystemSpec:
+    return SystemSpec(
+        model=ModelSpec(name="m", model_type="qwen2", config=config),
+        shape=Shape(batch_size=32, seq_len=1024, num_micro_batches=micro_batches),
+        recipe=Recipe(clip_norm=clip_norm),
+        device=torch.device(device),
+        options=options,
+    )
+
+
+@pytest.mark.parametrize("name", CUDA_ONLY)
+def test_on_the_cpu_it_is_unsupported_in_one_line(name):
+    with pytest.raises(Unsupported, match=r"runs on NVIDIA GPUs alone, and machine\.device is cpu") as caught:
+        build(name, make_spec(device="cpu"))
+    assert "\n" not in str(caught.value)
+
+
+def test_sub_groups_are_those_that_deepspeed_makes():
+    spec = SystemSpec(
+        model=ModelSpec(name="m", model_type="qwen2", config=TINY),
+        shape=Shape(batch_size=2, seq_len=8),
+        recipe=Recipe(),
+        options={"sub_group_size": 3000, "offload_ratio": 0.5},
+    )
+    expected = sub_groups(spec.model, 3000)
+    assert len(expected) > 3
+    assert sum(expected) == num_params(spec.model)
+    system = build("zero3", spec)
+    system.setup(initial_weights(spec.model, 0, spec.dtype, spec.device))
+    try:
+        assert [int(size) for size in system._engine.optimizer.fp16_partitioned_groups_flat_numel] == expected
+    finally:
+        system.close()
+    assert sub_groups(spec.model, 10**9) == [num_params(spec.model)]
+
+
+def test_the_ratio_counts_sub_groups():
+    assert on_device([5, 4, 3, 2, 1], 0.6) == [5, 4]
+    assert on_device([5, 4, 3, 2, 1], 1.0) == []
+    assert on_device([5], 0.1) == []
+
+
+def test_twinflow_moves_optimizer_state_from_host_to_device():
+    plans = [build("zero3", make_spec(QWEN_14B, sub_group_size=10**8, offload_ratio=r)).plan() for r in (1.0, 0.8)]
+    kept = sum(on_device(sub_groups(make_spec(QWEN_14B).model, 10**8), 0.8))
+    assert 0.15 < kept / num_params(make_spec(QWEN_14B).model) < 0.25
+    assert plans[0].host_bytes - plans[1].host_bytes == 16 * kept
+    assert "optimizer" not in plans[0].device
+    assert 16 * kept < plans[1].device["optimizer"] < 18 * kept
+    assert not build("zero3", make_spec(device="cpu", sub_group_size=1000, offload_ratio=0.5)).plan().device.get("optimizer")
+    offload = deepspeed_config(make_spec(), Zero3Options(offload_ratio=0.8))["zero_optimization"]["offload_optimizer"]
+    assert offload == {"device": "cpu", "pin_memory": True, "ratio": 0.8}
+
+
+def test_state_that_deepspeed_does_not_save_is_refused(tmp_path):
+    for system in (build("zero3", make_spec(sub_group_size=1000, offload_ratio=0.5)), build("superoffload", make_spec())):
+        with pytest.raises(Unsupported, match=r"^save: DeepSpeed's checkpoint lacks the moments"):
+            system.save(tmp_path / "checkpoint")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_superoffload_is_configured_as_its_authors_do():
+    zero = deepspeed_config(make_spec(), SuperOffloadOptions())["zero_optimization"]
+    assert zero["stage"] == 3
+    assert "offload_param" not in zero
+    assert zero["sub_group_size"] == zero["reduce_bucket_size"] == 400_000_000
+    assert zero["offload_optimizer"] == {
+        "device": "cpu",
+        "pin_memory": True,
+        "ratio": 0.9,
+        "super_offload": True,
+        "cpuadam_cores_perc": 0.9,
+    }
+
+
+def test_deepspeed_takes_the_configurations():
+    """DeepSpeed's own validation knows every key, and means by it what we mean."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    for options in (SuperOffloadOptions(), Zero3Options(offload_ratio=0.8)):
+        zero = DeepSpeedZeroConfig(**deepspeed_config(make_spec(), options)["zero_optimization"])
+        assert zero.offload_optimizer.ratio == options.offload_ratio
+        assert zero.offload_optimizer.super_offload is isinstance(options, SuperOffloadOptions)
+        assert set(zero.offload_optimizer.model_extra or {}) == set()
+
+
+@pytest.mark.parametrize(("clip_norm", "clip", "clipped"), [(1.0, False, 0.0), (1.0, True, 1.0), (0.0, False, 0.0)])
+def test_superoffload_says_that_it_does_not_clip(clip_norm, clip, clipped):
+    spec = make_spec(clip_norm=clip_norm, clip=clip)
+    system = build("superoffload", spec)
+    assert deepspeed_config(spec, system.options)["gradient_clipping"] == clipped
+    assert bool(system.caveat) == (clipped != clip_norm)
+    if system.caveat:
+        assert system.caveat.startswith("no clipping, where the recipe clips at 1")
+
+
+def test_superoffload_plan_at_14b():
+    spec = make_spec(QWEN_14B, offload_ratio=1.0)
+    total = num_params(spec.model)
+    plan = build("superoffload", spec).plan()
+    assert plan.device["weights"] == 2 * total
+    assert {kind: size / total for kind, size in plan.host.items() if kind != "staging"} == {
+        "weights": 0,
+        "master": 4,
+        "moments": 8,
+        "gradients": 6,
+    }
+    assert 4 < plan.host["staging"] / total < 10
+    unpinned = build("superoffload", make_spec(QWEN_14B, offload_ratio=1.0, pin_memory=False)).plan()
+    assert unpinned.host["staging"] < 0.25 * total
+    assert build("superoffload", make_spec(QWEN_14B)).plan().device["optimizer"] > 16 * 0.05 * total
+
+
+def test_superoffload_needs_shared_memory(monkeypatch):
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=16384, f_frsize=4096))
+    with pytest.raises(
+        Unsupported, match=r"shares 118,[0-9,]+ bytes between two processes and /dev/shm has 67,108,864 free; enlarge"
+    ):
+        build("superoffload", make_spec(QWEN_14B, offload_ratio=1.0)).setup([])
