@@ -103,11 +103,14 @@ def micro_batches(batch: Batch, device: torch.device) -> Iterator[tuple[torch.Te
         yield batch.tokens[index].to(device, non_blocking=True), batch.labels[index].to(device, non_blocking=True), mask
 
 
-def raise_unless_finite(value: torch.Tensor | float, what: str, step: int) -> None:
-    """NonFiniteLossError when `value` (read on the host: this synchronises) is NaN or infinite."""
+NOT_TAKEN = "no optimizer step was taken"
+
+
+def raise_unless_finite(value: torch.Tensor | float, what: str, step: int, outcome: str = NOT_TAKEN) -> None:
+    """NonFiniteLossError when `value` (read on the host: this synchronises) is NaN or infinite; `outcome`: what the step did."""
     number = float(value)
     if number != number or abs(number) == float("inf"):
-        raise NonFiniteLossError(f"step {step}: {what} is {number}; no optimizer step was taken, lower recipe.lr or check the data")
+        raise NonFiniteLossError(f"step {step}: {what} is {number}; {outcome}, lower recipe.lr or check the data")
 
 
 class FiniteFlag:

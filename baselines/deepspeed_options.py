@@ -72,6 +72,20 @@ class Zero2Options(DeepSpeedOptions):
     """Options of `Zero2`: none of ZeRO-3's own, for nothing is fetched and the CPU optimizer takes all parameters at once."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ZenFlowOptions(Zero2Options):
+    """Options of `ZenFlow`; shares and intervals are those of its authors' examples (DeepSpeedExamples, DeepSpeed-ZenFlow)."""
+
+    topk_share: float = share(0.1, whole=False)
+    """Share of each matrix's columns, those with the largest gradients, that the device updates in every step."""
+    update_interval: int = 4
+    """Steps whose gradients are gathered for one update of all the other columns, on the CPU."""
+    select_interval: int = at_least(0, 0)
+    """Steps between two choices of the columns; 0 chooses them once, in the first step."""
+    cpu_share: float = share(0.5, whole=False)
+    """Share of the cores that the process of the CPU optimizer runs on; the training process keeps the others."""
+
+
 def accumulation_dtype(spec: SystemSpec) -> torch.dtype:
     """One micro-batch has nothing to accumulate: its gradients stay in the compute dtype and save memory."""
     return spec.dtype if spec.shape.num_micro_batches == 1 else torch.float32
@@ -111,7 +125,9 @@ def deepspeed_config(spec: SystemSpec, options: DeepSpeedOptions) -> dict[str, A
             zero["offload_optimizer"] = offload | {"ratio": options.offload_ratio}
     if isinstance(options, SuperOffloadOptions):
         zero["offload_optimizer"] = zero["offload_optimizer"] | {"super_offload": True, "cpuadam_cores_perc": options.cpu_share}
-    return {
+    if isinstance(options, ZenFlowOptions):
+        zero["zenflow"] = _zenflow(options)
+    config = {
         "train_micro_batch_size_per_gpu": spec.shape.micro_batch_size,
         "gradient_accumulation_steps": spec.shape.num_micro_batches,
         "gradient_clipping": clip_norm(spec, options),
@@ -120,6 +136,24 @@ def deepspeed_config(spec: SystemSpec, options: DeepSpeedOptions) -> dict[str, A
         "zero_optimization": zero,
         "steps_per_print": None,
         "wall_clock_breakdown": False,
+    }
+    if isinstance(options, ZenFlowOptions):  # it makes a second optimizer of the same settings
+        recipe = spec.recipe
+        settings = {"lr": recipe.lr, "betas": [recipe.beta1, recipe.beta2], "eps": recipe.eps, "weight_decay": recipe.weight_decay}
+        config["optimizer"] = {"type": "AdamW", "params": settings}
+    return config
+
+
+def _zenflow(options: ZenFlowOptions) -> dict[str, Any]:
+    chosen_once = options.select_interval == 0
+    return {
+        "topk_ratio": options.topk_share,
+        "select_strategy": "auto" if chosen_once else "step",
+        "select_interval": "auto" if chosen_once else options.select_interval,
+        "update_interval": options.update_interval,
+        "overlap_step": True,
+        "full_warm_up_rounds": 0,
+        "pt_reserved_cores_perc": 1 - options.cpu_share,
     }
 
 

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 
 from baselines import footprint
 from baselines.common import require_cuda
 from baselines.deepspeed_options import SuperOffloadOptions, accumulation_dtype, clip_norm, sub_groups
+from baselines.deepspeed_setup import require_shared_memory
 from baselines.model import count_params
-from baselines.system import SystemSpec, Unsupported
+from baselines.system import SystemSpec
 from baselines.zero3 import Zero3
-from engine import Batch, NonFiniteLossError, Plan
-
-SHARED_MEMORY = Path("/dev/shm")
-"""Where Linux keeps the memory that two processes share; containers often have 64 MiB of it."""
+from engine import Plan
 
 
 class SuperOffload(Zero3):
@@ -35,6 +32,8 @@ class SuperOffload(Zero3):
         require_cuda(spec.device, "SuperOffload")
         if spec.recipe.clip_norm > 0 and not clip_norm(spec, self.options):
             self.caveat = f"no clipping, where the recipe clips at {spec.recipe.clip_norm:g} (system.clip=true clips)"
+        if not clip_norm(spec, self.options):
+            self._outcome = "updates were made"  # while the backward went on
         self._cores = os.sched_getaffinity(0)
 
     def plan(self) -> Plan:
@@ -62,24 +61,8 @@ class SuperOffload(Zero3):
 
     def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """As ZeRO-3, and start the optimizer's process. Unsupported where shared memory is too small."""
-        needed = 8 * (count_params(self.spec.model).total - self._on_device()[0])
-        disk = os.statvfs(SHARED_MEMORY)
-        free = disk.f_bavail * disk.f_frsize
-        if needed > free:
-            raise Unsupported(
-                f"SuperOffload shares {needed:,} bytes between two processes and {SHARED_MEMORY} has {free:,} free; enlarge it "
-                "(docker run --shm-size, or mount -o remount,size=)"
-            )
+        require_shared_memory(8 * (count_params(self.spec.model).total - self._on_device()[0]), "SuperOffload")
         super().setup(weights)
-
-    def train_step(self, batch: Batch) -> torch.Tensor:
-        """As ZeRO-3's. Without clipping a non-finite step is told only after its updates: what was trained is lost."""
-        try:
-            return super().train_step(batch)
-        except NonFiniteLossError as error:
-            if clip_norm(self.spec, self.options):
-                raise
-            raise NonFiniteLossError(str(error).replace("no optimizer step was taken", "its updates were made")) from None
 
     def _unsaved(self) -> str:
         return "the moments, which are in the optimizer's process"

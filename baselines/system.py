@@ -128,6 +128,7 @@ REGISTRY: dict[str, str] = {
     "zero3": "baselines.zero3:Zero3",
     "zero2": "baselines.zero3:Zero2",
     "superoffload": "baselines.superoffload:SuperOffload",
+    "zenflow": "baselines.zenflow:ZenFlow",
     "fsdp2": "baselines.fsdp2:Fsdp2",
 }
 

@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional as F
 
 from baselines import distributed, footprint
-from baselines.common import check_dtype, dtype_name, micro_batches, parse_options, raise_unless_finite, whole_directory
+from baselines.common import NOT_TAKEN, check_dtype, dtype_name, micro_batches, parse_options, raise_unless_finite, whole_directory
 from baselines.deepspeed_options import (
     DeepSpeedOptions,
     Zero2Options,
@@ -55,6 +55,7 @@ class Zero3:
         self._engine: Any = None
         self._joined = False
         self._optimizer_s = 0.0
+        self._outcome = NOT_TAKEN
 
     def plan(self) -> Plan:
         """Closed-form bytes; 26 per parameter on the host in bf16, as measured."""
@@ -152,7 +153,7 @@ class Zero3:
             engine.backward(loss, scale_wrt_gas=False)
             total += loss.detach()
         try:
-            raise_unless_finite(total, "the loss", self._step)
+            raise_unless_finite(total, "the loss", self._step, self._outcome)
         except NonFiniteLossError:
             engine.optimizer.zero_grad()
             raise
@@ -165,8 +166,7 @@ class Zero3:
         self._optimizer_s += time.perf_counter() - started
         if self._engine.optimizer.overflow:
             raise NonFiniteLossError(
-                f"step {self._step}: the gradient norm is not finite; no optimizer step was taken, "
-                "lower recipe.lr or check the data"
+                f"step {self._step}: the gradient norm is not finite; {self._outcome}, lower recipe.lr or check the data"
             )
         self._step += 1
 

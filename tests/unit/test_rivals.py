@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from baselines.deepspeed_options import SuperOffloadOptions, Zero3Options, deepspeed_config, on_device, sub_groups
+from baselines.deepspeed_options import SuperOffloadOptions, ZenFlowOptions, Zero3Options, deepspeed_config, on_device, sub_groups
 from baselines.model import initial_weights, num_params
 from baselines.system import ModelSpec, Shape, SystemSpec, Unsupported, build
 from engine import Recipe
+from tests.parity import test_baseline_parity as parity
 from tests.unit.test_baselines_model import TINY
 from tests.unit.test_baselines_systems import QWEN_14B
 
@@ -73,7 +75,8 @@ def test_twinflow_moves_optimizer_state_from_host_to_device():
 
 
 def test_state_that_deepspeed_does_not_save_is_refused(tmp_path):
-    for system in (build("zero3", make_spec(sub_group_size=1000, offload_ratio=0.5)), build("superoffload", make_spec())):
+    twinflow = build("zero3", make_spec(sub_group_size=1000, offload_ratio=0.5))
+    for system in (twinflow, build("superoffload", make_spec()), build("zenflow", make_spec())):
         with pytest.raises(Unsupported, match=r"^save: DeepSpeed's checkpoint lacks the moments"):
             system.save(tmp_path / "checkpoint")
     assert list(tmp_path.iterdir()) == []
@@ -131,9 +134,63 @@ def test_superoffload_plan_at_14b():
     assert build("superoffload", make_spec(QWEN_14B)).plan().device["optimizer"] > 16 * 0.05 * total
 
 
-def test_superoffload_needs_shared_memory(monkeypatch):
+@pytest.mark.parametrize(("name", "least"), [("superoffload", 8), ("zenflow", 16)])
+def test_shared_memory_is_checked_before_anything_is_allocated(monkeypatch, name, least):
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=16384, f_frsize=4096))
-    with pytest.raises(
-        Unsupported, match=r"shares 118,[0-9,]+ bytes between two processes and /dev/shm has 67,108,864 free; enlarge"
-    ):
-        build("superoffload", make_spec(QWEN_14B, offload_ratio=1.0)).setup([])
+    needed = least * num_params(make_spec(QWEN_14B).model)
+    options = {"offload_ratio": 1.0} if name == "superoffload" else {}
+    with pytest.raises(Unsupported, match=rf"shares {needed:,} bytes between .* and /dev/shm has 67,108,864 free; enlarge"):
+        build(name, make_spec(QWEN_14B, **options)).setup([])
+
+
+def test_zenflow_is_configured_as_its_authors_do_and_deepspeed_takes_it():
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    config = deepspeed_config(make_spec(), ZenFlowOptions())
+    zenflow = DeepSpeedZeroConfig(**config["zero_optimization"]).zenflow
+    assert (zenflow.topk_ratio, zenflow.update_interval, zenflow.select_strategy, zenflow.overlap_step) == (0.1, 4, "auto", True)
+    assert config["zero_optimization"]["stage"] == 2
+    assert config["optimizer"]["params"]["weight_decay"] == Recipe().weight_decay
+    chosen_again = deepspeed_config(make_spec(), ZenFlowOptions(select_interval=16))["zero_optimization"]["zenflow"]
+    assert (chosen_again["select_strategy"], chosen_again["select_interval"]) == ("step", 16)
+
+
+def test_zenflow_refuses_micro_batches_and_says_what_it_does():
+    with pytest.raises(Unsupported, match=r"shape\.num_micro_batches is 2, use 1$"):
+        build("zenflow", make_spec(micro_batches=2))
+    assert build("zenflow", make_spec()).caveat.startswith("bounded staleness: a step updates 10% of the columns, in bfloat16")
+
+
+def test_zenflow_trains_the_same_model_from_the_same_weights():
+    """Runs without a GPU. The first loss is exact (weights in their places); staleness makes the others fall more slowly."""
+    spec, cores = parity.make_spec(torch.float32, clip_norm=0.0), os.sched_getaffinity(0)
+    expected = run("in_memory", spec)
+    losses = run("zenflow", parity.make_spec(torch.float32, clip_norm=0.0, update_interval=1, topk_share=0.5))
+    assert losses[0] == pytest.approx(expected[0], abs=1e-5)
+    assert losses[1] == pytest.approx(expected[1], abs=2e-3)
+    assert expected[-1] < losses[-1] < losses[0] - 0.4
+    assert os.sched_getaffinity(0) == cores
+    assert not [child for child in multiprocessing.active_children() if child.is_alive()]
+
+
+def run(name: str, spec: SystemSpec) -> list[float]:
+    system = build(name, spec)
+    weights = dict(initial_weights(spec.model, 0, spec.dtype, spec.device))
+    system.setup(weights.items())
+    try:
+        for key, value in system.parameters():
+            assert torch.equal(value, weights[key]), key
+        return parity.train(system, spec, range(12))
+    finally:
+        system.close()
+
+
+def test_zenflow_plan_at_14b():
+    spec = make_spec(QWEN_14B)
+    plan, total = build("zenflow", spec).plan(), num_params(spec.model)
+    assert {kind: size / total for kind, size in plan.host.items() if kind not in ("staging", "weights")} == {
+        "master": 8,
+        "moments": 16,
+        "gradients": 10,
+    }
+    assert plan.device["optimizer"] == pytest.approx(0.8 * total)
