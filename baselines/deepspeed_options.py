@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from baselines.common import CommonOptions, at_least, share
-from baselines.model import build_skeleton, count_params
+from baselines.footprint import parameter_sizes
+from baselines.model import count_params
 from baselines.system import ModelSpec, SystemSpec
 
 ONE_LAYER = -1
@@ -93,7 +94,7 @@ def accumulation_dtype(spec: SystemSpec) -> torch.dtype:
 
 def sub_groups(model: ModelSpec, sub_group_size: int) -> list[int]:
     """Parameters of each of ZeRO-3's sub-groups, in order: one is closed when it has reached `sub_group_size`."""
-    sizes = [param.numel() for param in build_skeleton(model, torch.bfloat16).parameters()]
+    sizes = parameter_sizes(model)
     groups = [0]
     for size in sizes:
         if groups[-1] >= sub_group_size and sub_group_size < sum(sizes):

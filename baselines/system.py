@@ -130,6 +130,8 @@ REGISTRY: dict[str, str] = {
     "superoffload": "baselines.superoffload:SuperOffload",
     "zenflow": "baselines.zenflow:ZenFlow",
     "fsdp2": "baselines.fsdp2:Fsdp2",
+    "torchao_offload": "baselines.torchao_offload:TorchaoOffload",
+    "published_megatrain": "baselines.published_megatrain:PublishedMegaTrain",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -15,9 +16,9 @@ from baselines.system import ModelSpec, Shape, SystemSpec, Unsupported, build
 from engine import Recipe
 from tests.parity import test_baseline_parity as parity
 from tests.unit.test_baselines_model import TINY
-from tests.unit.test_baselines_systems import QWEN_14B
+from tests.unit.test_baselines_systems import QWEN_14B, without
 
-CUDA_ONLY = ["superoffload"]
+CUDA_ONLY = ["superoffload", "torchao_offload", "published_megatrain"]
 
 
 def make_spec(config=TINY, device="cuda", clip_norm=1.0, micro_batches=1, **options) -> SystemSpec:
@@ -194,3 +195,71 @@ def test_zenflow_plan_at_14b():
         "gradients": 10,
     }
     assert plan.device["optimizer"] == pytest.approx(0.8 * total)
+
+
+def test_torchao_is_told_to_be_missing_in_one_line(monkeypatch):
+    without(monkeypatch, module="torchao")
+    with pytest.raises(Unsupported, match=r"^torchao is not installed; pip install [^\n]*$"):
+        build("torchao_offload", make_spec())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_adamw_given_to_torchao_is_the_recipes(dtype):
+    """Against torch's AdamW on an fp32 master, 50 steps: the weights are that master rounded, whatever the learning rate does."""
+    from baselines.torchao_offload import MasterAdamW
+
+    settings = {"lr": 1.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(size, generator=generator).to(dtype).requires_grad_() for size in (3000, 7)]
+    masters = [weight.detach().float().clone().requires_grad_() for weight in weights]
+    mine, plain = MasterAdamW(weights, **settings), torch.optim.AdamW(masters, **settings)
+    for step in range(50):
+        for weight, master in zip(weights, masters, strict=True):
+            weight.grad = torch.randn(weight.shape, generator=generator).to(dtype)
+            master.grad = weight.grad.float()
+        for optimizer in (mine, plain):
+            optimizer.param_groups[0]["lr"] = 1e-4 * (step + 1)
+            optimizer.step()
+    for weight, held, master in zip(weights, mine.masters, masters, strict=True):
+        torch.testing.assert_close(held, master.detach(), rtol=1e-6, atol=1e-7)
+        assert torch.equal(weight.detach(), held.to(dtype))
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A folder with the one file that a clone is known by."""
+    (tmp_path / "infinity" / "model").mkdir(parents=True)
+    (tmp_path / "infinity" / "model" / "cpu_master.py").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize("path", [None, "/nowhere", "."])
+def test_a_wrong_checkout_is_one_line(path):
+    with pytest.raises(Unsupported, match=r"^system\.checkout: got (nothing|/nowhere|\.), allowed the folder of a clone .*=PATH$"):
+        build("published_megatrain", make_spec(checkout=path))
+
+
+def test_a_checkout_whose_code_does_not_import_is_one_line(checkout):
+    (checkout / "infinity" / "__init__.py").write_text("import no_such_package_of_theirs")
+    system = build("published_megatrain", make_spec(checkout=str(checkout)))
+    assert "infinity" not in sys.modules
+    with pytest.raises(Unsupported, match=r"does not import \(No module named 'no_such_package_of_theirs'\)"):
+        system.setup([])
+    assert str(checkout) not in sys.path
+
+
+def test_the_published_code_is_asked_for_what_it_can_do_and_says_the_rest(checkout):
+    system = build("published_megatrain", make_spec(checkout=str(checkout)))
+    assert system.dtypes() == {"weights": "bfloat16", "master": "bfloat16", "moments": "float32", "gradients": "bfloat16"}
+    assert system.caveat.startswith("bfloat16 weights are the master")
+    with pytest.raises(Unsupported, match="does not divide the loss"):
+        build("published_megatrain", make_spec(checkout=str(checkout), micro_batches=2))
+    with pytest.raises(Unsupported, match=r"^save: the published MegaTrain code has no checkpoints"):
+        system.save(checkout / "checkpoint")
+
+
+def test_plan_of_the_published_code_is_what_was_measured_at_14b(checkout):
+    """26.4 GB on the device and 221 GB on the host (15 B/param), 32 x 1024 tokens, K = 4 and 12 slabs (on an H200)."""
+    plan = build("published_megatrain", make_spec(QWEN_14B, checkout=str(checkout))).plan()
+    assert plan.device_bytes == pytest.approx(26.4e9, rel=0.15)
+    assert plan.host_bytes == pytest.approx(221e9, rel=0.15)
