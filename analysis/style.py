@@ -89,6 +89,7 @@ SYSTEMS: dict[str, Look] = {
     "zero3_optimizer": Look(name="ZeRO-3 optimizer", color="#f4bb8f", marker="<", hatch="---"),
     "superoffload": Look(name="SuperOffload", color="#7a4fa3", marker="P", hatch="|||"),
     "zenflow": Look(name="ZenFlow", color="#c9b037", marker="X", hatch="+++"),
+    "zero_infinity": Look(name="ZeRO-Infinity", color="#7d8c3f", marker="*", hatch="**"),
     "torchao_offload": Look(name="torchao offload", color="#7f7f7f", marker=">", hatch="ooo"),
     "published_megatrain": Look(name="MegaTrain (published)", color="#8cb4e0", marker="p", hatch="//"),
 }

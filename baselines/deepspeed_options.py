@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from baselines.common import CommonOptions, at_least, share
+from baselines.common import CommonOptions, at_least, share, word
 from baselines.footprint import parameter_sizes
 from baselines.model import count_params
 from baselines.system import ModelSpec, SystemSpec
@@ -66,6 +67,21 @@ class SuperOffloadOptions(Zero3Options):
     """Share of the cores that the process of the optimizer runs on; the training process keeps the others."""
     clip: bool = False
     """Clip as the recipe asks, exactly: then no update starts before the backward is over. False trains without clipping."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InfinityOptions(Zero3Options):
+    """Options of `ZeroInfinity`."""
+
+    sub_group_size: int = 100_000_000
+    nvme_path: str | None = word("the path of a folder")
+    """Folder on a local disk that the optimizer state is written to: 16 bytes a parameter."""
+    buffer_count: int = at_least(4, 4)
+    """Pinned buffers of one sub-group's fp32 each: master, two moments and gradients take four."""
+
+    def within(self, folder: Path) -> InfinityOptions:
+        """The same, writing to `folder`."""
+        return dataclasses.replace(self, nvme_path=str(folder))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,6 +140,9 @@ def deepspeed_config(spec: SystemSpec, options: DeepSpeedOptions) -> dict[str, A
             zero["offload_param"] = offload
         if options.offload_ratio < 1:
             zero["offload_optimizer"] = offload | {"ratio": options.offload_ratio}
+    if isinstance(options, InfinityOptions):
+        disk = {"device": "nvme", "nvme_path": options.nvme_path, "buffer_count": options.buffer_count}
+        zero["offload_optimizer"] = zero["offload_optimizer"] | disk
     if isinstance(options, SuperOffloadOptions):
         zero["offload_optimizer"] = zero["offload_optimizer"] | {"super_offload": True, "cpuadam_cores_perc": options.cpu_share}
     if isinstance(options, ZenFlowOptions):

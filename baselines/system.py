@@ -129,6 +129,7 @@ REGISTRY: dict[str, str] = {
     "zero2": "baselines.zero3:Zero2",
     "superoffload": "baselines.superoffload:SuperOffload",
     "zenflow": "baselines.zenflow:ZenFlow",
+    "zero_infinity": "baselines.zero_infinity:ZeroInfinity",
     "fsdp2": "baselines.fsdp2:Fsdp2",
     "torchao_offload": "baselines.torchao_offload:TorchaoOffload",
     "published_megatrain": "baselines.published_megatrain:PublishedMegaTrain",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -263,3 +265,44 @@ def test_plan_of_the_published_code_is_what_was_measured_at_14b(checkout):
     plan = build("published_megatrain", make_spec(QWEN_14B, checkout=str(checkout))).plan()
     assert plan.device_bytes == pytest.approx(26.4e9, rel=0.15)
     assert plan.host_bytes == pytest.approx(221e9, rel=0.15)
+
+
+def test_zero_infinity_wants_a_folder_with_room(tmp_path, monkeypatch):
+    for path, got in ((None, "nothing"), (str(tmp_path / "no"), ".*no")):
+        with pytest.raises(Unsupported, match=rf"^system\.nvme_path: got {got}, allowed a folder on a local disk; [^\n]*=PATH$"):
+            build("zero_infinity", make_spec(nvme_path=path))
+    system = build("zero_infinity", make_spec(QWEN_14B, nvme_path=str(tmp_path)))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**9))
+    needed = 16 * num_params(make_spec(QWEN_14B).model)
+    with pytest.raises(Unsupported, match=rf"has 1,000,000,000 bytes free and needs {needed:,}; free some or name another$"):
+        system.setup([])
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with (
+        pytest.raises(OSError, match=r"^system\.nvme_path: the disk of .* is full \(1,000 bytes free\); free some$"),
+        system._disk(),
+    ):
+        raise RuntimeError("aio wrote nothing")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_zero_infinity_removes_what_dead_processes_left(tmp_path):
+    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True)
+    for process in (dead.stdout.strip(), "1", str(os.getpid())):
+        (tmp_path / f"zero-infinity-{process}" / "zero_stage_3").mkdir(parents=True)
+    (tmp_path / "mine").mkdir()
+    build("zero_infinity", make_spec(nvme_path=str(tmp_path))).close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "zero-infinity-1"]
+
+
+def test_zero_infinity_is_taken_by_deepspeed_and_its_plan_has_no_optimizer_state(tmp_path):
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    spec = make_spec(QWEN_14B, nvme_path=str(tmp_path))
+    system = build("zero_infinity", spec)
+    offload = DeepSpeedZeroConfig(**deepspeed_config(spec, system.options)["zero_optimization"]).offload_optimizer
+    assert (offload.device, offload.nvme_path, offload.buffer_count) == ("nvme", tmp_path / f"zero-infinity-{os.getpid()}", 4)
+    host, total = system.plan().host, num_params(spec.model)
+    assert (host["weights"], host["gradients"]) == (2 * total, 2 * total)
+    assert {"master", "moments"}.isdisjoint(host)
+    assert host["staging"] < 2 * total
+    assert system.caveat == "optimizer state on a disk, whose speed this is"
