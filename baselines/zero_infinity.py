@@ -79,6 +79,11 @@ class ZeroInfinity(Zero3):
         with self._disk():
             super().setup(weights)
 
+    def _optimizer(self, deepspeed: Any) -> dict[str, Any]:
+        """As ZeRO-3; builds async_io too, where other processes wait for it."""
+        deepspeed.ops.op_builder.AsyncIOBuilder().load(verbose=False)
+        return super()._optimizer(deepspeed)
+
     def train_step(self, batch: Batch) -> torch.Tensor:
         """As ZeRO-3's; OSError, in one line, when the disk filled up meanwhile."""
         with self._disk():

@@ -1,4 +1,4 @@
-"""Rivals on a real GPU: a tiny model, three steps, losses beside in-memory training's; skipped with a reason where one lacks something.
+"""Rivals on a real GPU: a tiny model, three steps, losses beside those of in-memory training; a missing dependency skips.
 
 python -m pytest tests/gpu/test_rivals_cuda.py -m gpu
 The published code is tried where MEGATRAIN_CHECKOUT names a clone of it, ZeRO-Infinity in pytest's temporary folder.
