@@ -56,6 +56,8 @@ class Standing:
     losses: list[float]
     max_loss_difference: float | None
     agrees: bool | None
+    caveat: str | None = None
+    """What the system does otherwise than the recipe asks."""
     ranked: bool = False
     best: bool = False
     variant: int = 0
@@ -145,7 +147,7 @@ def sentence(comparison: Comparison) -> str:
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """What a reader must know beside the table: failures with reasons, disagreements, missing checks, CPU runs."""
+    """What a reader must know beside the table: failures with reasons, disagreements, caveats, missing checks, CPU runs."""
     told = [
         f"{one.label}: {one.status_label}{f': {one.reason}' if one.reason else ''}"
         for one in comparison.standings
@@ -154,6 +156,7 @@ def notes(comparison: Comparison) -> list[str]:
     told += [
         f"{one.label}: numerics differ from the reference{_by(one)}; not ranked" for one in comparison.standings if one.differs
     ]
+    told += [f"{one.label}: {one.caveat}" for one in comparison.standings if one.measured and one.caveat]
     if not comparison.numerics_checked and comparison.ranked:
         told.append("No reference row: numerics were not checked.")
     told += [f"{one.label}: {one.reason}" for one in comparison.standings if one.num_repeats > 1 and one.reason]
@@ -284,4 +287,5 @@ def standing_of(record: Mapping[Hashable, Any]) -> Standing:
         losses=known["losses"],
         max_loss_difference=known.get("max_loss_difference"),
         agrees=bool(known["agrees"]) if "agrees" in known else None,
+        caveat=known.get("caveat"),
     )

@@ -48,6 +48,7 @@ COLUMNS: dict[str, str] = {
     "final_loss": "Float64",
     "heldout_loss": "Float64",
     "agrees": "boolean",
+    "caveat": "string",
     "max_loss_difference": "Float64",
     "peak_device_bytes": "Int64",
     "peak_host_bytes": "Int64",

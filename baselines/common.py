@@ -15,16 +15,32 @@ from typing import Any, TypeVar
 
 import torch
 
+from baselines.system import Unsupported
 from engine import Batch, NonFiniteLossError
 
 T = TypeVar("T")
 
 
+def at_least(least: int, default: int) -> Any:
+    """A field of options that is an integer >= `least`."""
+    return dataclasses.field(default=default, metadata={"least": least})
+
+
+def share(default: float, *, whole: bool = True) -> Any:
+    """A field of options that is a number above 0 and up to 1; below 1 unless `whole`."""
+    return dataclasses.field(default=default, metadata={"whole": whole})
+
+
+def word(what: str) -> Any:
+    """A field of options that is text, `what` in words, or null."""
+    return dataclasses.field(default=None, metadata={"word": what})
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommonOptions:
-    """Options of every baseline. A number's least allowed value is `least` in its field's metadata, or 1."""
+    """Options of every baseline: bools, counts (>= 1, or `at_least`), shares (`share`), words or null (`word`)."""
 
-    preset: str | None = None
+    preset: str | None = word("a word")
     """Label of the settings in rows and figures; it changes nothing."""
     activation_checkpointing: bool = True
     """Keep each decoder layer's input only and recompute the layer in the backward."""
@@ -34,33 +50,45 @@ class CommonOptions:
     """Run each decoder layer and the loss through torch.compile, as `baselines.loss` says."""
 
 
-def at_least(least: int, default: int) -> Any:
-    """A field of options that is an integer >= `least`."""
-    return dataclasses.field(default=default, metadata={"least": least})
-
-
 def parse_options(cls: type[T], options: Mapping[str, Any]) -> T:
-    """`options` as the frozen dataclass `cls` of bool and int fields and the label; ValueError names `system.<key>`."""
+    """`options` as the frozen dataclass `cls`, whose defaults and metadata say what is allowed; ValueError names `system.<key>`."""
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key, value in options.items():
         if key not in fields:
             raise ValueError(f"system.{key}: got {value!r}, allowed {', '.join(fields)}; remove it or choose one of these")
-        if key == "preset":
-            if value is not None and not isinstance(value, str):
-                raise ValueError(f"system.preset: got {value!r}, allowed a word or null; put it in quotes or remove it")
-        elif isinstance(fields[key].default, bool):
-            if not isinstance(value, bool):
-                raise ValueError(f"system.{key}: got {value!r}, allowed true or false; choose one of these")
-        elif isinstance(value, bool) or not isinstance(value, int) or value < fields[key].metadata.get("least", 1):
-            least = fields[key].metadata.get("least", 1)
-            raise ValueError(f"system.{key}: got {value!r}, allowed an integer >= {least}; the default is {fields[key].default}")
+        wrong = _refusal(fields[key], value)
+        if wrong:
+            raise ValueError(f"system.{key}: got {value!r}, allowed {wrong}")
     return cls(**options)
+
+
+def _refusal(field: Any, value: Any) -> str | None:
+    """What is allowed and what to do, where `value` is not; None where it is."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if field.default is None:
+        allowed = f"{field.metadata['word']} or null; put it in quotes or remove it"
+        return None if value is None or isinstance(value, str) else allowed
+    if isinstance(field.default, bool):
+        return None if isinstance(value, bool) else "true or false; choose one of these"
+    if isinstance(field.default, float):
+        whole = field.metadata["whole"]
+        fine = number and (0 < value < 1 or (whole and value == 1))
+        return None if fine else f"a number above 0 and {'up to' if whole else 'below'} 1; the default is {field.default}"
+    least = field.metadata.get("least", 1)
+    fine = number and isinstance(value, int) and value >= least
+    return None if fine else f"an integer >= {least}; the default is {field.default}"
 
 
 def check_dtype(dtype: torch.dtype) -> None:
     """ValueError for a compute dtype that the baselines have no master copy scheme for."""
     if dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"system.dtype: got {dtype}, allowed bfloat16, float32; choose one of these")
+
+
+def require_cuda(device: torch.device, name: str) -> None:
+    """Unsupported, in one line, for a system that has no way to run on the CPU."""
+    if device.type != "cuda":
+        raise Unsupported(f"{name} runs on NVIDIA GPUs alone, and machine.device is {device.type}; leave it out here")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -75,11 +103,14 @@ def micro_batches(batch: Batch, device: torch.device) -> Iterator[tuple[torch.Te
         yield batch.tokens[index].to(device, non_blocking=True), batch.labels[index].to(device, non_blocking=True), mask
 
 
-def raise_unless_finite(value: torch.Tensor | float, what: str, step: int) -> None:
-    """NonFiniteLossError when `value` (read on the host: this synchronises) is NaN or infinite."""
+NOT_TAKEN = "no optimizer step was taken"
+
+
+def raise_unless_finite(value: torch.Tensor | float, what: str, step: int, outcome: str = NOT_TAKEN) -> None:
+    """NonFiniteLossError when `value` (read on the host: this synchronises) is NaN or infinite; `outcome`: what the step did."""
     number = float(value)
     if number != number or abs(number) == float("inf"):
-        raise NonFiniteLossError(f"step {step}: {what} is {number}; no optimizer step was taken, lower recipe.lr or check the data")
+        raise NonFiniteLossError(f"step {step}: {what} is {number}; {outcome}, lower recipe.lr or check the data")
 
 
 class FiniteFlag:

@@ -7,13 +7,16 @@ DeepSpeed's configuration (https://www.deepspeed.ai/docs/config-json, checked ag
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from baselines.common import CommonOptions, at_least
+from baselines.common import CommonOptions, at_least, share, word
+from baselines.footprint import parameter_sizes
 from baselines.model import count_params
-from baselines.system import SystemSpec
+from baselines.system import ModelSpec, SystemSpec
 
 ONE_LAYER = -1
 """`prefetch_bucket_size` that stands for the parameters of the largest decoder layer."""
@@ -47,6 +50,38 @@ class Zero3Options(DeepSpeedOptions):
     """A parameter that is used again within this many others is not released."""
     sub_group_size: int = 1_000_000_000
     """Parameters that the CPU optimizer takes at a time."""
+    offload_ratio: float = share(1.0)
+    """Share of the sub-groups that the CPU updates; state of the others stays on the device and is updated there (Twin-Flow)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SuperOffloadOptions(Zero3Options):
+    """Options of `SuperOffload`; sizes and shares are those of its authors' examples (DeepSpeedExamples)."""
+
+    offload_param: bool = False
+    overlap_comm: bool = False
+    reduce_bucket_size: int = 400_000_000
+    sub_group_size: int = 400_000_000
+    offload_ratio: float = share(0.9)
+    cpu_share: float = share(0.9, whole=False)
+    """Share of the cores that the process of the optimizer runs on; the training process keeps the others."""
+    clip: bool = False
+    """Clip as the recipe asks, exactly: then no update starts before the backward is over. False trains without clipping."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InfinityOptions(Zero3Options):
+    """Options of `ZeroInfinity`."""
+
+    sub_group_size: int = 100_000_000
+    nvme_path: str | None = word("the path of a folder")
+    """Folder on a local disk that the optimizer state is written to: 16 bytes a parameter."""
+    buffer_count: int = at_least(4, 4)
+    """Pinned buffers of one sub-group's fp32 each: master, two moments and gradients take four."""
+
+    def within(self, folder: Path) -> InfinityOptions:
+        """The same, writing to `folder`."""
+        return dataclasses.replace(self, nvme_path=str(folder))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,14 +89,44 @@ class Zero2Options(DeepSpeedOptions):
     """Options of `Zero2`: none of ZeRO-3's own, for nothing is fetched and the CPU optimizer takes all parameters at once."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ZenFlowOptions(Zero2Options):
+    """Options of `ZenFlow`; shares and intervals are those of its authors' examples (DeepSpeedExamples, DeepSpeed-ZenFlow)."""
+
+    topk_share: float = share(0.1, whole=False)
+    """Share of each matrix's columns, those with the largest gradients, that the device updates in every step."""
+    update_interval: int = 4
+    """Steps whose gradients are gathered for one update of all the other columns, on the CPU."""
+    select_interval: int = at_least(0, 0)
+    """Steps between two choices of the columns; 0 chooses them once, in the first step."""
+    cpu_share: float = share(0.5, whole=False)
+    """Share of the cores that the process of the CPU optimizer runs on; the training process keeps the others."""
+
+
 def accumulation_dtype(spec: SystemSpec) -> torch.dtype:
     """One micro-batch has nothing to accumulate: its gradients stay in the compute dtype and save memory."""
     return spec.dtype if spec.shape.num_micro_batches == 1 else torch.float32
 
 
+def sub_groups(model: ModelSpec, sub_group_size: int) -> list[int]:
+    """Parameters of each of ZeRO-3's sub-groups, in order: one is closed when it has reached `sub_group_size`."""
+    sizes = parameter_sizes(model)
+    groups = [0]
+    for size in sizes:
+        if groups[-1] >= sub_group_size and sub_group_size < sum(sizes):
+            groups.append(0)
+        groups[-1] += size
+    return groups
+
+
+def on_device(groups: Sequence[int], offload_ratio: float) -> list[int]:
+    """The sub-groups that are not offloaded: the first, in number and not in size (as stage3.py counts them)."""
+    return list(groups[: int((1 - offload_ratio) * len(groups))])
+
+
 def deepspeed_config(spec: SystemSpec, options: DeepSpeedOptions) -> dict[str, Any]:
     """DeepSpeed's configuration of one step of `spec`; the stage follows from the kind of options."""
-    offload = {"device": "cpu", "pin_memory": options.pin_memory and spec.device.type == "cuda"}
+    offload: dict[str, Any] = {"device": "cpu", "pin_memory": options.pin_memory and spec.device.type == "cuda"}
     zero: dict[str, Any] = {
         "stage": 2,
         "offload_optimizer": offload,
@@ -73,16 +138,48 @@ def deepspeed_config(spec: SystemSpec, options: DeepSpeedOptions) -> dict[str, A
         zero |= _stage_3(spec, options)
         if options.offload_param:
             zero["offload_param"] = offload
-    return {
+        if options.offload_ratio < 1:
+            zero["offload_optimizer"] = offload | {"ratio": options.offload_ratio}
+    if isinstance(options, InfinityOptions):
+        disk = {"device": "nvme", "nvme_path": options.nvme_path, "buffer_count": options.buffer_count}
+        zero["offload_optimizer"] = zero["offload_optimizer"] | disk
+    if isinstance(options, SuperOffloadOptions):
+        zero["offload_optimizer"] = zero["offload_optimizer"] | {"super_offload": True, "cpuadam_cores_perc": options.cpu_share}
+    if isinstance(options, ZenFlowOptions):
+        zero["zenflow"] = _zenflow(options)
+    config = {
         "train_micro_batch_size_per_gpu": spec.shape.micro_batch_size,
         "gradient_accumulation_steps": spec.shape.num_micro_batches,
-        "gradient_clipping": spec.recipe.clip_norm,
+        "gradient_clipping": clip_norm(spec, options),
         "bf16": {"enabled": spec.dtype == torch.bfloat16},
         "data_types": {"grad_accum_dtype": "bf16" if accumulation_dtype(spec) == torch.bfloat16 else "fp32"},
         "zero_optimization": zero,
         "steps_per_print": None,
         "wall_clock_breakdown": False,
     }
+    if isinstance(options, ZenFlowOptions):  # it makes a second optimizer of the same settings
+        recipe = spec.recipe
+        settings = {"lr": recipe.lr, "betas": [recipe.beta1, recipe.beta2], "eps": recipe.eps, "weight_decay": recipe.weight_decay}
+        config["optimizer"] = {"type": "AdamW", "params": settings}
+    return config
+
+
+def _zenflow(options: ZenFlowOptions) -> dict[str, Any]:
+    chosen_once = options.select_interval == 0
+    return {
+        "topk_ratio": options.topk_share,
+        "select_strategy": "auto" if chosen_once else "step",
+        "select_interval": "auto" if chosen_once else options.select_interval,
+        "update_interval": options.update_interval,
+        "overlap_step": True,
+        "full_warm_up_rounds": 0,
+        "pt_reserved_cores_perc": 1 - options.cpu_share,
+    }
+
+
+def clip_norm(spec: SystemSpec, options: DeepSpeedOptions) -> float:
+    """The recipe's, or 0 for a system that is told not to clip."""
+    return spec.recipe.clip_norm if getattr(options, "clip", True) else 0.0
 
 
 def _stage_3(spec: SystemSpec, options: Zero3Options) -> dict[str, Any]:

@@ -25,6 +25,9 @@ from engine import cache_directory
 MIN_VERSION = (0, 19, 8)
 """First release whose ZeRO-3 gradient copies to the host do not block (DeepSpeed PR 8207)."""
 
+SHARED_MEMORY = Path("/dev/shm")
+"""Where Linux keeps the memory that two processes share; containers often have 64 MiB of it."""
+
 
 def require_deepspeed() -> None:
     """Unsupported, in one line, where DeepSpeed is missing or too old or its CPU optimizer cannot be built."""
@@ -38,6 +41,17 @@ def require_deepspeed() -> None:
         raise Unsupported(f"{compiler} is missing and DeepSpeedCPUAdam is built on first use; install a C++ compiler (g++)")
     if _ninja_directory() is None:
         raise Unsupported("ninja is missing and DeepSpeedCPUAdam is built on first use; pip install ninja")
+
+
+def require_shared_memory(num_bytes: int, name: str) -> None:
+    """Unsupported, in one line, where two processes of a system cannot share `num_bytes`."""
+    disk = os.statvfs(SHARED_MEMORY)
+    free = disk.f_bavail * disk.f_frsize
+    if num_bytes > free:
+        raise Unsupported(
+            f"{name} shares {num_bytes:,} bytes between two processes and {SHARED_MEMORY} has {free:,} free; enlarge it "
+            "(docker run --shm-size, or mount -o remount,size=)"
+        )
 
 
 def _ninja_directory() -> str | None:

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import torch
 
 from baselines.common import CommonOptions
-from baselines.model import config_of
-from baselines.system import SystemSpec
+from baselines.model import build_skeleton, config_of
+from baselines.system import ModelSpec, SystemSpec
 from engine import Plan, layer_activation_bytes, logits_bytes
 
 CUDA_WORKSPACE_BYTES = 1 << 30
@@ -45,3 +45,13 @@ def plan_on(device: torch.device, on_device: Mapping[str, int], on_host: Mapping
     """The plan with the libraries' workspace added; the CPU has none."""
     workspace = CUDA_WORKSPACE_BYTES if device.type == "cuda" else 0
     return Plan(device={**on_device, "workspace": workspace}, host=dict(on_host))
+
+
+def rounding(num_bytes: int) -> int:
+    """Bytes that torch adds to a pinned block: up to the next power of two."""
+    return (1 << (num_bytes - 1).bit_length()) - num_bytes
+
+
+def parameter_sizes(model: ModelSpec) -> list[int]:
+    """Elements of each parameter, in the model's order, tied ones once."""
+    return [param.numel() for param in build_skeleton(model, torch.bfloat16).parameters()]

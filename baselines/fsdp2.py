@@ -45,9 +45,11 @@ class Fsdp2Options(CommonOptions):
 class Fsdp2:
     """FSDP2 with CPUOffloadPolicy and fused AdamW on the host, as a `TrainingSystem`."""
 
+    options_class = Fsdp2Options
+
     def __init__(self, spec: SystemSpec) -> None:
         check_dtype(spec.dtype)
-        self.options = parse_options(Fsdp2Options, spec.options)
+        self.options = parse_options(self.options_class, spec.options)
         config_of(spec.model)
         self.spec = spec
         self.loss: Any = None

@@ -31,9 +31,11 @@ from engine import Batch, Plan
 class InMemory:
     """Plain training on one device, as a `TrainingSystem`."""
 
+    options_class = CommonOptions
+
     def __init__(self, spec: SystemSpec) -> None:
         check_dtype(spec.dtype)
-        self.options = parse_options(CommonOptions, spec.options)
+        self.options = parse_options(self.options_class, spec.options)
         config_of(spec.model)
         self.spec = spec
         self.loss: CausalLMLoss | None = None

@@ -82,7 +82,10 @@ class SystemSpec:
 
 
 class TrainingSystem(Protocol):
-    """One way to train the model. Constructing one allocates nothing that grows with the model."""
+    """One way to train the model. Constructing one allocates nothing that grows with the model.
+
+    One that does not do all that the recipe asks says so in an attribute `caveat`, one line that its row and tables show.
+    """
 
     def plan(self) -> Plan:
         """Closed-form bytes on device and host, by kind; allocates nothing."""
@@ -124,7 +127,12 @@ REGISTRY: dict[str, str] = {
     "megatrain": "baselines.megatrain:build",
     "zero3": "baselines.zero3:Zero3",
     "zero2": "baselines.zero3:Zero2",
+    "superoffload": "baselines.superoffload:SuperOffload",
+    "zenflow": "baselines.zenflow:ZenFlow",
+    "zero_infinity": "baselines.zero_infinity:ZeroInfinity",
     "fsdp2": "baselines.fsdp2:Fsdp2",
+    "torchao_offload": "baselines.torchao_offload:TorchaoOffload",
+    "published_megatrain": "baselines.published_megatrain:PublishedMegaTrain",
 }
 
 

@@ -1,4 +1,5 @@
-"""Zero3 and Zero2: DeepSpeed in one process, optimizer state in pinned host memory, ZeRO-3's parameters too unless told otherwise.
+"""Zero3 and Zero2: DeepSpeed in one process, optimizer state in pinned host memory (all of it, or Twin-Flow's share), ZeRO-3's
+parameters too unless told otherwise.
 
 Invariant: the mathematics is the recipe's (fp32 master, AdamW on the CPU, fp32 accumulation, clipping set and not left
 to DeepSpeed's default), and every knob that costs speed is set as an expert would set it, so losing is not our doing.
@@ -18,12 +19,20 @@ import torch
 from torch.nn import functional as F
 
 from baselines import distributed, footprint
-from baselines.common import check_dtype, dtype_name, micro_batches, parse_options, raise_unless_finite, whole_directory
-from baselines.deepspeed_options import DeepSpeedOptions, Zero2Options, Zero3Options, accumulation_dtype, deepspeed_config
+from baselines.common import NOT_TAKEN, check_dtype, dtype_name, micro_batches, parse_options, raise_unless_finite, whole_directory
+from baselines.deepspeed_options import (
+    DeepSpeedOptions,
+    Zero2Options,
+    Zero3Options,
+    accumulation_dtype,
+    deepspeed_config,
+    on_device,
+    sub_groups,
+)
 from baselines.deepspeed_setup import import_deepspeed, require_deepspeed, sole_builder
 from baselines.loss import loss_of
 from baselines.model import config_of, count_params, decoder_layers, materialise
-from baselines.system import SystemSpec
+from baselines.system import SystemSpec, Unsupported
 from engine import Batch, NonFiniteLossError, Plan
 
 STAGING_BYTES_PER_PARAM = 6
@@ -35,6 +44,7 @@ class Zero3:
     """DeepSpeed ZeRO-3 with CPU offload, as a `TrainingSystem`. Raises Unsupported where DeepSpeed cannot run."""
 
     options_class: type[DeepSpeedOptions] = Zero3Options
+    caveat: str | None = None
 
     def __init__(self, spec: SystemSpec) -> None:
         check_dtype(spec.dtype)
@@ -45,6 +55,7 @@ class Zero3:
         self._engine: Any = None
         self._joined = False
         self._optimizer_s = 0.0
+        self._outcome = NOT_TAKEN
 
     def plan(self) -> Plan:
         """Closed-form bytes; 26 per parameter on the host in bf16, as measured."""
@@ -61,16 +72,27 @@ class Zero3:
             "gradients": itemsize * min(total, gradients),
             **footprint.activation_bytes(self.spec, options),
         }
+        kept, scratch = self._on_device()
+        if kept:
+            device["optimizer"] = 16 * kept + 4 * scratch
         # deepspeed.initialize moves the whole module to the device before it takes it apart: the peak of a large model.
         device["setup"] = max(0, itemsize * total - sum(device.values()))
         host = {
             "weights": itemsize * total if options.offload_param else 0,
-            "master": 4 * total,
-            "moments": 8 * total,
-            "gradients": (4 + accumulation_dtype(self.spec).itemsize) * total,
+            "master": 4 * (total - kept),
+            "moments": 8 * (total - kept),
+            "gradients": 4 * (total - kept) + accumulation_dtype(self.spec).itemsize * total,
             "staging": STAGING_BYTES_PER_PARAM * total,
         }
         return footprint.plan_on(self.spec.device, device, host)
+
+    def _on_device(self) -> tuple[int, int]:
+        """Parameters whose master, moments and fp32 gradients stay on the device, and the most that its AdamW takes at a time."""
+        options = self.options
+        if self.spec.device.type == "cpu" or not isinstance(options, Zero3Options):
+            return 0, 0  # without a device DeepSpeed keeps all of it on the host, whatever the ratio
+        kept = on_device(sub_groups(self.spec.model, options.sub_group_size), options.offload_ratio)
+        return sum(kept), max(kept, default=0)
 
     def dtypes(self) -> dict[str, str]:
         """Dtypes of weights, master, moments and gradients (accumulated over micro-batches, if there are several)."""
@@ -79,7 +101,7 @@ class Zero3:
 
     def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Build the module on the host as it is, then let DeepSpeed take it apart (a bare zero.Init changes the weights)."""
-        spec, recipe = self.spec, self.spec.recipe
+        spec = self.spec
         deepspeed = import_deepspeed(spec.device)
         distributed.acquire("nccl" if spec.device.type == "cuda" else "gloo")
         self._joined = True
@@ -89,20 +111,33 @@ class Zero3:
         if self.options.compile and isinstance(self.options, Zero3Options):
             deepspeed.utils.set_z3_leaf_modules(loss, list({type(layer) for layer in decoder_layers(model)}))
         self._linear = F.linear
-        with sole_builder():
-            optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(
-                [param for _, param in self._named],
-                lr=recipe.lr,
-                betas=(recipe.beta1, recipe.beta2),
-                eps=recipe.eps,
-                weight_decay=recipe.weight_decay,
-                adamw_mode=True,
-            )
         config = deepspeed_config(spec, self.options)
-        self._engine, *_ = deepspeed.initialize(model=loss, optimizer=optimizer, config=config, dist_init_required=False)
+        with sole_builder():
+            optimizer = self._optimizer(deepspeed)
+        self._engine, *_ = deepspeed.initialize(model=loss, config=config, dist_init_required=False, **optimizer)
         self._engine.train()
         self._step = 0
         self._optimizer_s = 0.0
+
+    def _optimizer(self, deepspeed: Any) -> dict[str, Any]:
+        """What `deepspeed.initialize` gets to optimize with; builds the CPU operator."""
+        recipe = self.spec.recipe
+        optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(
+            [param for _, param in self._named],
+            lr=recipe.lr,
+            betas=(recipe.beta1, recipe.beta2),
+            eps=recipe.eps,
+            weight_decay=recipe.weight_decay,
+            adamw_mode=True,
+        )
+        return {"optimizer": optimizer}
+
+    def _set_lr(self) -> None:
+        """Before the backward, where SuperOffload and ZenFlow already update; Twin-Flow and ZenFlow have a second optimizer."""
+        optimizer, lr = self._engine.optimizer, self.spec.recipe.lr_at(self._step)
+        for each in (optimizer, getattr(optimizer, "backup_optimizer", None), getattr(optimizer, "selective_optimizer", None)):
+            for group in each.param_groups if each is not None else ():
+                group["lr"] = lr
 
     def train_step(self, batch: Batch) -> torch.Tensor:
         """One optimizer step; the loss is looked at before DeepSpeed's step, which waits for the device in any case."""
@@ -110,6 +145,7 @@ class Zero3:
         assert engine is not None, "setup comes first"
         total = torch.zeros((), dtype=torch.float32, device=self.spec.device)
         num_tokens = batch.num_tokens
+        self._set_lr()
         for index, (tokens, labels, mask) in enumerate(micro_batches(batch, self.spec.device)):
             engine.set_gradient_accumulation_boundary(index == batch.num_micro_batches - 1)
             loss = engine(tokens, labels, mask, num_tokens)
@@ -117,7 +153,7 @@ class Zero3:
             engine.backward(loss, scale_wrt_gas=False)
             total += loss.detach()
         try:
-            raise_unless_finite(total, "the loss", self._step)
+            raise_unless_finite(total, "the loss", self._step, self._outcome)
         except NonFiniteLossError:
             engine.optimizer.zero_grad()
             raise
@@ -126,14 +162,11 @@ class Zero3:
 
     def _update(self) -> None:
         started = time.perf_counter()
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = self.spec.recipe.lr_at(self._step)
         self._engine.step()
         self._optimizer_s += time.perf_counter() - started
         if self._engine.optimizer.overflow:
             raise NonFiniteLossError(
-                f"step {self._step}: the gradient norm is not finite; no optimizer step was taken, "
-                "lower recipe.lr or check the data"
+                f"step {self._step}: the gradient norm is not finite; {self._outcome}, lower recipe.lr or check the data"
             )
         self._step += 1
 
@@ -153,8 +186,14 @@ class Zero3:
         for name, param in self._named:
             yield name, safe_get_full_fp32_param(param).detach().to("cpu", copy=True).view(getattr(param, "ds_shape", param.shape))
 
+    def _unsaved(self) -> str | None:
+        """What DeepSpeed's checkpoint would lack."""
+        return "the moments that offload_ratio keeps on the device" if self._on_device()[0] else None
+
     def save(self, directory: Path) -> None:
-        """DeepSpeed's own checkpoint, in `directory`."""
+        """DeepSpeed's own checkpoint, in `directory`; Unsupported where it would lack something."""
+        if unsaved := self._unsaved():
+            raise Unsupported(f"save: DeepSpeed's checkpoint lacks {unsaved}, so nothing was written; train with system=zero3")
         self.drain()
         with whole_directory(directory) as partial:
             self._engine.save_checkpoint(str(partial), tag=TAG, client_state={"step": self._step})
@@ -210,10 +249,5 @@ class Zero2(Zero3):
         }
         pinned = (host["weights"], host["master"], 4 * total, itemsize * count.largest)
         rounded = options.pin_memory and spec.device.type == "cuda"
-        host["staging"] = itemsize * count.largest + (sum(map(_rounding, pinned)) if rounded else 0)
+        host["staging"] = itemsize * count.largest + (sum(map(footprint.rounding, pinned)) if rounded else 0)
         return footprint.plan_on(spec.device, device, host)
-
-
-def _rounding(num_bytes: int) -> int:
-    """Bytes that torch adds to a pinned block: up to the next power of two."""
-    return (1 << (num_bytes - 1).bit_length()) - num_bytes

@@ -62,6 +62,7 @@ def plan_event(system: Any, cell: Cell) -> tuple[Any, dict[str, Any]]:
     return plan, {
         "plan": {"device": dict(plan.device), "host": dict(plan.host)},
         "dtypes": system.dtypes(),
+        "caveat": getattr(system, "caveat", None),
         "num_params": num_params,
         "flops_per_token": flops.per_token(config_of(model), num_params, cell.shape.seq_len),
         "tokens_per_step": cell.shape.num_tokens,

@@ -75,6 +75,8 @@ class Row:
     """Largest |loss - reference loss| <= LOSS_TOLERANCE over the steps both ran; None without a reference row."""
     max_loss_difference: float | None = None
     dtypes: dict[str, str] = field(default_factory=dict)
+    caveat: str | None = None
+    """What the system does otherwise than the recipe asks, one line; None for the others and in rows older than the field."""
     peak_device_bytes: int | None = None
     """Peak of torch's allocator (allocated, not reserved)."""
     device_bytes: dict[str, int] = field(default_factory=dict)

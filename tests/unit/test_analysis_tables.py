@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+from dataclasses import replace
 from statistics import NormalDist
 
 import numpy as np
@@ -165,6 +166,12 @@ def test_without_a_reference_row_speeds_are_ranked_and_the_note_says_so() -> Non
 def test_a_row_without_verdict_is_not_ranked_beside_checked_ones() -> None:
     rows = [row("zero3", [3.0], agrees=True), row("megatrain", [1.0], agrees=None)]
     assert [one.system for one in comparison(rows).ranked] == ["zero3"]
+
+
+def test_notes_carry_the_caveats_of_measured_rows() -> None:
+    rows = [replace(row, caveat="no clipping") if row.system == "zero3" else row for row in h200_rows()]
+    assert "ZeRO-3: no clipping" in notes(comparison(rows))
+    assert not any("no clipping" in line for line in notes(comparison(h200_rows())))
 
 
 def test_notes_give_reasons_and_the_cpu_line() -> None:

@@ -1,0 +1,227 @@
+"""PublishedMegaTrain: the MegaTrain authors' own code, from a checkout that the user names, in the order of their training script.
+
+Invariant: none of it is in this repository and none is imported before `setup`. What is given to it is what every system gets
+(model, weights, batches, recipe); what it does otherwise, bf16 weights without an fp32 master above all, the row says. Written
+against commit 919520f of github.com/DLYuanGod/MegaTrain: examples/sft/train.py, infinity/model/cpu_master.py,
+infinity/config/training.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baselines import footprint
+from baselines.common import check_dtype, dtype_name, parse_options, raise_unless_finite, require_cuda, word
+from baselines.deepspeed_setup import import_deepspeed, require_deepspeed, sole_builder
+from baselines.model import config_of, count_params, materialise
+from baselines.system import SystemSpec, Unsupported
+from engine import IGNORE_INDEX, Batch, Plan, layer_activation_bytes
+
+PACKAGE = "infinity"
+"""What the authors' package is called."""
+ATTENTION = ("flash_attention_2", "sdpa", "eager")
+"""What their configuration takes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PublishedOptions:
+    """Options of `PublishedMegaTrain`; the defaults are the authors'."""
+
+    preset: str | None = word("a word")
+    """Label of the settings in rows and figures; it changes nothing."""
+    checkout: str | None = word("the path of a clone")
+    """Folder of a clone of the authors' repository."""
+    checkpoint_interval: int = 4
+    """Layers between two kept activations."""
+    gradient_slabs: int = 12
+    """Pinned host buffers that layers' gradients leave through."""
+
+
+class _NoMask:
+    """Passed as the mask: their code moves it to the device and hands it on, and a 2-D one is not what sdpa takes."""
+
+    def to(self, device: torch.device) -> None:
+        """Nothing: sdpa is then causal."""
+
+
+class PublishedMegaTrain:
+    """The authors' CPUMasterModel with DeepSpeedCPUAdam, as a `TrainingSystem`; CUDA only, one micro-batch a step."""
+
+    options_class = PublishedOptions
+
+    def __init__(self, spec: SystemSpec) -> None:
+        check_dtype(spec.dtype)
+        self.options = parse_options(self.options_class, spec.options)
+        config_of(spec.model)
+        require_cuda(spec.device, "the published MegaTrain code")
+        self.checkout = _checked(self.options.checkout)
+        if spec.shape.num_micro_batches > 1:
+            raise Unsupported(
+                "the published MegaTrain code does not divide the loss by the micro-batches: shape.num_micro_batches is "
+                f"{spec.shape.num_micro_batches}, use 1"
+            )
+        if spec.model.attn_implementation not in ATTENTION:
+            raise Unsupported(
+                f"the published MegaTrain code takes {', '.join(ATTENTION)}, and model.attn_implementation is "
+                f"{spec.model.attn_implementation}"
+            )
+        require_deepspeed()
+        self.spec = spec
+        self.caveat = f"{dtype_name(spec.dtype)} weights are the master; the last label of each sequence is not trained on"
+        self._model: Any = None
+
+    def plan(self) -> Plan:
+        """Closed-form bytes: on the device two layers, flat and as modules, what is outside them with its gradients, and logits."""
+        spec, count, itemsize = self.spec, count_params(self.spec.model), self.spec.dtype.itemsize
+        config = config_of(spec.model)
+        tokens, interval = spec.shape.num_tokens, self.options.checkpoint_interval
+        hidden = itemsize * tokens * config.hidden_size
+        # Every chunk's log-probabilities live until the backward of the loss.
+        layers = layer_activation_bytes(config, tokens, itemsize) + interval * hidden
+        device = {
+            "weights": itemsize * (count.outer + 4 * count.largest_layer),
+            "gradients": itemsize * (count.outer + 2 * count.largest_layer),
+            "checkpoints": (count.num_layers // interval + 2) * hidden,
+            "activations": max(itemsize * tokens * config.vocab_size, layers),
+        }
+        slabs = [itemsize * count.largest_layer] * self.options.gradient_slabs + [itemsize * count.outer]
+        flats = [itemsize * count.largest_layer] * (count.num_layers + 2)
+        host = {
+            "weights": itemsize * count.total + sum(flats),
+            "master": 0,
+            "moments": 8 * count.total,
+            "gradients": itemsize * count.total + sum(slabs),
+            "staging": sum(map(footprint.rounding, (*slabs, *flats))),
+        }
+        return footprint.plan_on(spec.device, device, host)
+
+    def dtypes(self) -> dict[str, str]:
+        """The weights are their own master."""
+        compute = dtype_name(self.spec.dtype)
+        return {"weights": compute, "master": compute, "moments": "float32", "gradients": compute}
+
+    def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Import the authors' package and give it the module that every system trains."""
+        spec, recipe, options = self.spec, self.spec.recipe, self.options
+        authors = _imported(self.checkout)
+        deepspeed = import_deepspeed(spec.device)
+        model = materialise(spec.model, spec.dtype, torch.device("cpu"), weights)
+        self._named = list(model.named_parameters())
+        config = authors.CPUMasterConfig(
+            model_name=spec.model.name,
+            dataset_name="none",  # it insists on one; batches are ours
+            device=spec.device.index or 0,
+            dtype=spec.dtype,
+            attn_implementation=spec.model.attn_implementation,
+            max_seq_len=spec.shape.seq_len,
+            batch_size=spec.shape.batch_size,
+            checkpoint_interval=options.checkpoint_interval,
+            num_grad_slabs=options.gradient_slabs,
+        )
+        self._model = authors.CPUMasterModel(model, config)
+        with sole_builder():
+            self._optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(
+                self._model.get_parameters(),
+                lr=recipe.lr,
+                betas=(recipe.beta1, recipe.beta2),
+                eps=recipe.eps,
+                weight_decay=recipe.weight_decay,
+                adamw_mode=True,
+            )
+        self._step = 0
+        self._optimizer_s = 0.0
+
+    def train_step(self, batch: Batch) -> torch.Tensor:
+        """Their step: loss and gradients, clipping and AdamW on the CPU, weights to the device. They read the loss on the host."""
+        assert self._model is not None, "setup comes first"
+        tokens, labels = batch.tokens[0], batch.labels[0]
+        assert batch.attention_mask is None, "no padded batches: their sdpa would not mask them"
+        # They shift the labels themselves; the last of a sequence would need one token more.
+        unshifted = torch.full_like(labels, IGNORE_INDEX)
+        unshifted[:, 1:] = labels[:, :-1]
+        flash = self.spec.model.attn_implementation == "flash_attention_2"
+        loss, *_ = self._model.forward_and_backward(tokens, torch.ones_like(tokens) if flash else _NoMask(), unshifted)
+        try:
+            raise_unless_finite(loss, "the loss", self._step)
+            self._update()
+        finally:
+            self._model.zero_grad()
+            self._optimizer.zero_grad()
+        return torch.tensor(loss, dtype=torch.float32)
+
+    def _update(self) -> None:
+        recipe, started = self.spec.recipe, time.perf_counter()
+        if recipe.clip_norm > 0:
+            norm = torch.nn.utils.clip_grad_norm_(self._model.get_parameters(), recipe.clip_norm)
+            raise_unless_finite(norm, "the gradient norm", self._step)
+        self._optimizer.param_groups[0]["lr"] = recipe.lr_at(self._step)
+        self._optimizer.step()
+        self._model._sync_params_to_gpu()
+        self._optimizer_s += time.perf_counter() - started
+        self._step += 1
+
+    def drain(self) -> None:
+        """Wait for the device."""
+        torch.cuda.synchronize(self.spec.device)
+
+    def counters(self) -> dict[str, float]:
+        """optimizer_s: seconds of clipping, AdamW and the weights' way back; nothing overlaps them."""
+        return {"optimizer_s": self._optimizer_s, "optimizer_wait_s": self._optimizer_s}
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, the weight in fp32 on the host), one at a time."""
+        for name, param in self._named:
+            yield name, param.detach().to(torch.float32, copy=True)
+
+    def save(self, directory: Path) -> None:
+        """Unsupported: the published code does not save."""
+        raise Unsupported(
+            "save: the published MegaTrain code has no checkpoints, so nothing was written; train with system=megatrain"
+        )
+
+    def resume(self, directory: Path) -> None:
+        """Unsupported: the published code does not save."""
+        self.save(directory)
+
+    def close(self) -> None:
+        """Stop their worker and free the memory; idempotent."""
+        if self._model is None:
+            return
+        self._model.cleanup()
+        self._model = self._optimizer = None
+        del self._named
+        torch.cuda.empty_cache()
+
+
+def _checked(checkout: str | None) -> Path:
+    """The folder of the clone; Unsupported, in one line, where it is not one."""
+    allowed = "allowed the folder of a clone of github.com/DLYuanGod/MegaTrain; clone it and give system.checkout=PATH"
+    path = Path(checkout or "").expanduser().resolve()
+    if checkout is None or not (path / PACKAGE / "model" / "cpu_master.py").is_file():
+        raise Unsupported(f"system.checkout: got {checkout or 'nothing'}, {allowed}")
+    return path
+
+
+def _imported(checkout: Path) -> Any:
+    """The authors' package, of this checkout and of no other; Unsupported for what it lacks."""
+    sys.path.insert(0, str(checkout))
+    try:
+        package = importlib.import_module(PACKAGE)
+    except ImportError as error:
+        raise Unsupported(
+            f"the published MegaTrain code does not import ({' '.join(str(error).split())}); install what it needs"
+        ) from None
+    finally:
+        sys.path.remove(str(checkout))
+    found = Path(package.__file__ or "").resolve()
+    if checkout not in found.parents:
+        raise Unsupported(f"system.checkout: got {checkout}, but a package {PACKAGE} of {found.parent.parent} was imported before")
+    return package

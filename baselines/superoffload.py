@@ -1,0 +1,79 @@
+"""SuperOffload: DeepSpeed's ZeRO-3 whose optimizer runs in a process of its own, a sub-group at a time, while the backward goes on.
+
+Invariant: what differs from ZeRO-3 is said and not hidden. Updates that start before the gradients are all there cannot know the
+global norm: unless `clip` gives that overlap up, nothing is clipped, and where the recipe asks for it the row carries a caveat.
+The optimizer's process shares masters and gradients through /dev/shm; what they need there is checked before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import torch
+
+from baselines import footprint
+from baselines.common import require_cuda
+from baselines.deepspeed_options import SuperOffloadOptions, accumulation_dtype, clip_norm, sub_groups
+from baselines.deepspeed_setup import require_shared_memory
+from baselines.model import count_params
+from baselines.system import SystemSpec
+from baselines.zero3 import Zero3
+from engine import Plan
+
+
+class SuperOffload(Zero3):
+    """DeepSpeed SuperOffload as a `TrainingSystem`; CUDA only."""
+
+    options_class = SuperOffloadOptions
+
+    def __init__(self, spec: SystemSpec) -> None:
+        super().__init__(spec)
+        require_cuda(spec.device, "SuperOffload")
+        if spec.recipe.clip_norm > 0 and not clip_norm(spec, self.options):
+            self.caveat = f"no clipping, where the recipe clips at {spec.recipe.clip_norm:g} (system.clip=true clips)"
+        if not clip_norm(spec, self.options):
+            self._outcome = "updates were made"  # while the backward went on
+        self._cores = os.sched_getaffinity(0)
+
+    def plan(self) -> Plan:
+        """Closed-form bytes: ZeRO-3's on the device; on the host what DeepSpeed 0.19.8 allocates in both processes.
+
+        Pinned gradients are replaced by shared ones and stay in torch's cache; the optimizer's process has one pinned buffer.
+        """
+        options, total = self.options, count_params(self.spec.model).total
+        assert isinstance(options, SuperOffloadOptions)
+        groups = sub_groups(self.spec.model, options.sub_group_size)
+        accumulated = accumulation_dtype(self.spec).itemsize * total
+        weights = self.spec.dtype.itemsize * total if options.offload_param else 0
+        shared = 4 * (total - self._on_device()[0])
+        pinned = [size for size in (weights, accumulated, 4 * max(groups), *(4 * group for group in groups)) if size]
+        host = {
+            "weights": weights,
+            "master": shared,
+            "moments": 2 * shared,
+            "gradients": shared + accumulated,
+            "staging": 4 * max(groups),
+        }
+        if options.pin_memory:
+            host["staging"] += 4 * total + sum(map(footprint.rounding, pinned))
+        return footprint.plan_on(self.spec.device, _without_workspace(super().plan()), host)
+
+    def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """As ZeRO-3, and start the optimizer's process. Unsupported where shared memory is too small."""
+        require_shared_memory(8 * (count_params(self.spec.model).total - self._on_device()[0]), "SuperOffload")
+        super().setup(weights)
+
+    def _unsaved(self) -> str:
+        return "the moments, which are in the optimizer's process"
+
+    def close(self) -> None:
+        """End the optimizer's process and give this one its cores back; idempotent."""
+        if self._engine is not None:
+            self._engine.optimizer.superoffload_cpu_optimizer.close()
+            os.sched_setaffinity(0, self._cores)
+        super().close()
+
+
+def _without_workspace(plan: Plan) -> dict[str, int]:
+    return {kind: size for kind, size in plan.device.items() if kind != "workspace"}

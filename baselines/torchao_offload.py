@@ -1,0 +1,207 @@
+"""TorchaoOffload: weights on the device, torchao's CPUOffloadOptimizer with an AdamW on the host for each of them.
+
+Invariant: torchao moves gradients and weights, and nothing else here does; the AdamW it is given keeps an fp32 master, as the
+recipe asks. It starts on the host while the last gradients arrive, so nothing can be clipped, and the row says so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baselines import footprint
+from baselines.common import (
+    CommonOptions,
+    FiniteFlag,
+    check_dtype,
+    dtype_name,
+    load_state,
+    micro_batches,
+    parse_options,
+    require_cuda,
+    whole_directory,
+)
+from baselines.loss import loss_of
+from baselines.model import config_of, count_params, materialise
+from baselines.system import SystemSpec, Unsupported
+from engine import Batch, Plan
+
+
+class MasterAdamW(torch.optim.Optimizer):
+    """torch's fused AdamW on fp32 copies of `params` (a list of tensors of one device), made when first needed."""
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, settings)
+        self.weights: list[torch.Tensor] = [weight for group in self.param_groups for weight in group["params"]]
+        self.inner: torch.optim.AdamW | None = None
+
+    @torch.no_grad()
+    def build(self) -> torch.optim.AdamW:
+        """The AdamW of the masters. Not in the constructor: torchao fills the weights there, asynchronously."""
+        if self.inner is None:
+            self.masters = [weight.detach().float() for weight in self.weights]
+            self.inner = torch.optim.AdamW(self.masters, fused=True, **self.defaults)
+        return self.inner
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update with the learning rate of the first group; the weights are the masters, rounded."""
+        inner = self.build()
+        inner.param_groups[0]["lr"] = self.param_groups[0]["lr"]
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            master.grad = None if weight.grad is None else weight.grad.float()
+        inner.step()
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            weight.copy_(master)
+            master.grad = None
+
+
+class TorchaoOffload:
+    """torchao's CPUOffloadOptimizer as a `TrainingSystem`; CUDA only. Raises Unsupported where torchao is missing."""
+
+    options_class = CommonOptions
+
+    def __init__(self, spec: SystemSpec) -> None:
+        check_dtype(spec.dtype)
+        self.options = parse_options(self.options_class, spec.options)
+        config_of(spec.model)
+        require_cuda(spec.device, "torchao's CPUOffloadOptimizer")
+        if importlib.util.find_spec("torchao") is None:
+            raise Unsupported("torchao is not installed; pip install 'torchao>=0.11', or megatrain-bench[torchao]")
+        self.spec = spec
+        self.caveat = f"no clipping, where the recipe clips at {spec.recipe.clip_norm:g}" if spec.recipe.clip_norm > 0 else None
+        self._optimizer: Any = None
+
+    def plan(self) -> Plan:
+        """Closed-form bytes. Pinned weights and gradients are a block for each parameter, rounded up to powers of two."""
+        spec, count = self.spec, count_params(self.spec.model)
+        total, itemsize = count.total, spec.dtype.itemsize
+        mixed = itemsize < 4
+        # One micro-batch: a gradient is freed when it has left, so a layer's are alive; else all of them accumulate here.
+        gradients = count.largest + count.largest_layer if spec.shape.num_micro_batches == 1 else total
+        device = {
+            "weights": itemsize * total,
+            "gradients": itemsize * gradients,
+            **footprint.activation_bytes(spec, self.options),
+        }
+        host = {
+            "weights": itemsize * total,
+            "master": 4 * total if mixed else 0,
+            "moments": 8 * total,
+            "gradients": itemsize * total + (4 * count.largest if mixed else 0),
+            "staging": 2 * sum(footprint.rounding(itemsize * size) for size in footprint.parameter_sizes(spec.model)),
+        }
+        return footprint.plan_on(spec.device, device, host)
+
+    def dtypes(self) -> dict[str, str]:
+        """Dtypes of weights, master, moments and gradients (accumulated over micro-batches, if there are several)."""
+        compute = dtype_name(self.spec.dtype)
+        return {"weights": compute, "master": "float32", "moments": "float32", "gradients": compute}
+
+    def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load the weights on the device and have torchao make their pinned copies."""
+        try:
+            from torchao.optim import CPUOffloadOptimizer
+        except ImportError as error:
+            raise Unsupported(f"torchao has no torchao.optim ({' '.join(str(error).split())}); pip install -U torchao") from None
+        spec, recipe = self.spec, self.spec.recipe
+        model = materialise(spec.model, spec.dtype, spec.device, weights)
+        self.loss = loss_of(model, self.options)
+        self._named = list(model.named_parameters())
+        self._optimizer = CPUOffloadOptimizer(
+            [param for _, param in self._named],
+            MasterAdamW,
+            offload_gradients=spec.shape.num_micro_batches == 1,
+            lr=recipe.lr,
+            betas=(recipe.beta1, recipe.beta2),
+            eps=recipe.eps,
+            weight_decay=recipe.weight_decay,
+        )
+        torch.cuda.synchronize(spec.device)  # the pinned copies are whole
+        self._flag = FiniteFlag(spec.device)
+        self._step = 0
+        self._optimizer_s = 0.0
+
+    def train_step(self, batch: Batch) -> torch.Tensor:
+        """One optimizer step; the loss is looked at while the backward runs, the gradients' norm is not known."""
+        assert self._optimizer is not None, "setup comes first"
+        total = torch.zeros((), dtype=torch.float32, device=self.spec.device)
+        for tokens, labels, mask in micro_batches(batch, self.spec.device):
+            loss = self.loss(tokens, labels, mask, batch.num_tokens)
+            total += loss.detach()
+            self._flag.record((~torch.isfinite(total)).float(), self._step)
+            loss.backward()
+        try:
+            self._flag.raise_if_bad()
+            self._update()
+        finally:
+            self._optimizer.queue.clear()
+            self._optimizer.zero_grad()
+        return total
+
+    def _update(self) -> None:
+        started = time.perf_counter()
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.spec.recipe.lr_at(self._step)
+        self._optimizer.step()
+        self._optimizer_s += time.perf_counter() - started
+        self._step += 1
+
+    def drain(self) -> None:
+        """Wait for the device."""
+        torch.cuda.synchronize(self.spec.device)
+
+    def counters(self) -> dict[str, float]:
+        """optimizer_s: seconds in torchao's step, with the gradients it waits for and the weights' way back."""
+        return {"optimizer_s": self._optimizer_s, "optimizer_wait_s": self._optimizer_s}
+
+    def _masters(self) -> Iterator[tuple[str, torch.Tensor, torch.optim.AdamW]]:
+        """(name, fp32 master, the AdamW that owns it); torchao keeps the small parameters' on the device."""
+        small = self._optimizer.d_opt
+        places = {id(weight): place for place, weight in enumerate(small.weights)} if small is not None else {}
+        for name, param in self._named:
+            owner = small if id(param) in places else self._optimizer.optim_dict[param]
+            inner = owner.build()
+            yield name, owner.masters[places.get(id(param), 0)], inner
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, fp32 master on the host), one at a time."""
+        for name, master, _ in self._masters():
+            yield name, master.to("cpu", copy=True)
+
+    def save(self, directory: Path) -> None:
+        """Write master, moments and the step number to `directory`/state.pt."""
+        self.drain()
+        held = list(self._masters())
+        state = {
+            "master": {name: master for name, master, _ in held},
+            "moments": {name: dict(inner.state[master]) for name, master, inner in held},
+            "step": self._step,
+        }
+        with whole_directory(directory) as partial:
+            torch.save(state, partial / "state.pt")
+
+    @torch.no_grad()
+    def resume(self, directory: Path) -> None:
+        """Continue bit for bit where `save` was called."""
+        state = load_state(directory, len(self._named))
+        for (name, master, inner), (_, param) in zip(self._masters(), self._named, strict=True):
+            master.copy_(state["master"][name])
+            inner.state[master] = {key: value.to(master.device, copy=True) for key, value in state["moments"][name].items()}
+            param.copy_(master)
+            if param in self._optimizer.param_d2h_map:
+                self._optimizer.param_d2h_map[param].copy_(master)
+        self._step = state["step"]
+
+    def close(self) -> None:
+        """Free device and pinned memory; idempotent."""
+        if self._optimizer is None:
+            return
+        self._optimizer = None
+        del self.loss, self._named
+        torch.cuda.empty_cache()

@@ -1,0 +1,127 @@
+"""ZenFlow: DeepSpeed's ZeRO-2 that updates a few columns of every matrix at once on the device, and the others late, on the CPU.
+
+Invariant: this is another algorithm, and every row of it says so. The chosen columns are updated in the compute dtype and without
+clipping; the others get, once in `update_interval` steps, one update from the gradients gathered over them, which a process of its
+own computes beside as many further steps. Weights are therefore up to twice the interval behind their gradients.
+
+DeepSpeed 0.19.8 lays the matrices out by columns for it and then reads them by rows, which trains a model whose weights are
+shuffled; `_by_columns` reads them as they lie.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from baselines.common import dtype_name, micro_batches, raise_unless_finite
+from baselines.deepspeed_options import ZenFlowOptions
+from baselines.deepspeed_setup import require_shared_memory
+from baselines.model import count_params
+from baselines.system import SystemSpec, Unsupported
+from baselines.zero3 import Zero2
+from engine import Batch, Plan
+
+
+class ZenFlow(Zero2):
+    """DeepSpeed ZenFlow, stage 2 with overlapped steps, as a `TrainingSystem`; one micro-batch a step."""
+
+    options_class = ZenFlowOptions
+
+    def __init__(self, spec: SystemSpec) -> None:
+        super().__init__(spec)
+        if spec.shape.num_micro_batches > 1:
+            raise Unsupported(
+                f"ZenFlow counts micro-batches as steps of its update interval: shape.num_micro_batches is "
+                f"{spec.shape.num_micro_batches}, use 1"
+            )
+        options = self.options
+        assert isinstance(options, ZenFlowOptions)
+        self.caveat = (
+            f"bounded staleness: a step updates {options.topk_share:.0%} of the columns, in {dtype_name(spec.dtype)} and without "
+            f"clipping; the others follow every {options.update_interval} steps, up to {2 * options.update_interval} late"
+        )
+        self._outcome = "updates were made"
+        self._cores, self._threads = os.sched_getaffinity(0), os.environ.get("OMP_NUM_THREADS")
+
+    def plan(self) -> Plan:
+        """Closed-form bytes: ZeRO-2's, the chosen columns on the device, and what the optimizer's process holds or shares.
+
+        All of that is fp32 (zenflow_utils.py of DeepSpeed 0.19.8): the master and the copy that is handed over, two gradients (one
+        fills while the other is used), two of each moment. A pinned gradient that a shared one replaced stays in torch's cache.
+        """
+        options, total, itemsize = self.options, count_params(self.spec.model).total, self.spec.dtype.itemsize
+        assert isinstance(options, ZenFlowOptions)
+        plan = super().plan()
+        # Gradient, moments and the values kept from before an update, of the chosen columns.
+        device = {**plan.device, "optimizer": round(4 * itemsize * options.topk_share * total)}
+        host = {**plan.host, "master": 8 * total, "moments": 16 * total, "gradients": (8 + itemsize) * total}
+        host["staging"] += 4 * total if options.pin_memory and self.spec.device.type == "cuda" else 0
+        return Plan(device=device, host=host)
+
+    def dtypes(self) -> dict[str, str]:
+        """As ZeRO-2's, but for the chosen columns."""
+        chosen = dtype_name(self.spec.dtype)
+        return super().dtypes() | dict.fromkeys(("master", "moments"), f"float32, chosen columns {chosen}")
+
+    def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """As ZeRO-2; the optimizer's process starts with the first update. Unsupported where shared memory is too small."""
+        require_shared_memory(16 * count_params(self.spec.model).total, "ZenFlow")
+        super().setup(weights)
+
+    def _optimizer(self, deepspeed: Any) -> dict[str, Any]:
+        """DeepSpeed makes both optimizers from its configuration; the operator is built before, where others wait for it."""
+        from deepspeed.runtime.zenflow.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
+
+        ZenFlowZeroOptimizer._update_model_bit16_weights = _by_columns
+        deepspeed.ops.op_builder.CPUAdamBuilder().load()
+        return {"model_parameters": [param for _, param in self._named]}
+
+    def train_step(self, batch: Batch) -> torch.Tensor:
+        """One step, the loss divided by the interval as DeepSpeed's accumulation does. A bad one is told after its updates."""
+        assert self._engine is not None, "setup comes first"
+        self._set_lr()
+        ((tokens, labels, mask),) = micro_batches(batch, self.spec.device)
+        loss = self._engine(tokens, labels, mask, batch.num_tokens)
+        self._engine.backward(loss)
+        raise_unless_finite(loss.detach(), "the loss", self._step, self._outcome)
+        self._update()
+        return loss.detach()
+
+    def drain(self) -> None:
+        """Wait for the device; the CPU's update goes on, as between any two steps, and is waited for where it is applied."""
+        super().drain()
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, the weight as it is trained with), one at a time: the chosen columns have no fp32 master."""
+        for name, param in self._named:
+            yield name, param.detach().to("cpu", torch.float32, copy=True)
+
+    def _unsaved(self) -> str:
+        return "the moments, which are in the optimizer's process"
+
+    def close(self) -> None:
+        """End the optimizer's process and give this one its cores back; idempotent."""
+        process = getattr(self._engine.optimizer, "process", None) if self._engine is not None else None
+        if process is not None:
+            process.terminate()
+            process.join()
+            os.sched_setaffinity(0, self._cores)
+            os.environ.pop("OMP_NUM_THREADS", None)
+            if self._threads is not None:
+                os.environ["OMP_NUM_THREADS"] = self._threads
+        super().close()
+
+
+def _by_columns(optimizer: Any, group: int) -> None:
+    """Stands for DeepSpeed's `_update_model_bit16_weights`: each weight as a view of the flat buffer that ZenFlow made of them."""
+    flat, weights = optimizer.bit16_groups_flat[group], optimizer.round_robin_bit16_groups[group]
+    for weight, meta, offset in zip(
+        weights, optimizer.round_robin_bit16_meta[group], optimizer.round_robin_bit16_offsets[group], strict=True
+    ):
+        piece = flat.narrow(0, offset, meta.numel())
+        weight.data = piece.view(meta.shape[::-1]).t() if len(meta.shape) == 2 else piece.view(meta.shape)
+    for weight, index in zip(optimizer.bit16_groups[group], optimizer.round_robin_bit16_indices[group], strict=True):
+        weight.data = weights[index].data

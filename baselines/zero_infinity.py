@@ -1,0 +1,126 @@
+"""ZeroInfinity: DeepSpeed ZeRO-3 with the optimizer state on a disk, through DeepSpeed's asynchronous IO; weights in host memory.
+
+Invariant: nothing is written before the disk is known to have room, everything lies in one folder of this process, and that folder
+goes with it. Its speed is that of the disk, so every row says that there is one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baselines import footprint
+from baselines.deepspeed_options import InfinityOptions, accumulation_dtype, sub_groups
+from baselines.deepspeed_setup import import_deepspeed
+from baselines.model import count_params
+from baselines.system import SystemSpec, Unsupported
+from baselines.zero3 import Zero3
+from engine import Batch, Plan
+
+DISK_BYTES_PER_PARAM = 16
+"""fp32 master, both moments, and gradients on their way to them."""
+PREFIX = "zero-infinity-"
+"""Folders are called after the process that made them, so that those of dead ones can be told."""
+FULL_BYTES = 64 << 20
+"""A disk with less than this free is what stopped a step."""
+
+
+class ZeroInfinity(Zero3):
+    """ZeRO-Infinity as a `TrainingSystem`. Raises Unsupported where no folder is named or its disk has no room."""
+
+    options_class = InfinityOptions
+
+    def __init__(self, spec: SystemSpec) -> None:
+        super().__init__(spec)
+        options = self.options
+        assert isinstance(options, InfinityOptions)
+        root = Path(options.nvme_path or "").expanduser()
+        if options.nvme_path is None or not root.is_dir():
+            got = options.nvme_path or "nothing"
+            raise Unsupported(
+                f"system.nvme_path: got {got}, allowed a folder on a local disk; make one and give system.nvme_path=PATH"
+            )
+        self.caveat = "optimizer state on a disk, whose speed this is"
+        self.root = root.resolve()
+        self.options = options.within(self.root / f"{PREFIX}{os.getpid()}")
+
+    def plan(self) -> Plan:
+        """Closed-form bytes of host and device; the disk has 16 a parameter beside them."""
+        options, total = self.options, count_params(self.spec.model).total
+        assert isinstance(options, InfinityOptions)
+        buffers = options.buffer_count * 4 * max(sub_groups(self.spec.model, options.sub_group_size))
+        weights = self.spec.dtype.itemsize * total if options.offload_param else 0
+        accumulated = accumulation_dtype(self.spec).itemsize * total
+        rounded = options.pin_memory and self.spec.device.type == "cuda"
+        pinned = [size for size in (weights, accumulated) if size]
+        host = {
+            "weights": weights,
+            "gradients": accumulated,
+            "staging": buffers + (sum(map(footprint.rounding, pinned)) if rounded else 0),
+        }
+        device = {kind: size for kind, size in super().plan().device.items() if kind != "workspace"}
+        return footprint.plan_on(self.spec.device, device, host)
+
+    def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """As ZeRO-3, but for the disk. Unsupported where DeepSpeed's IO cannot be built or the disk is too small."""
+        self._sweep()
+        needed, free = DISK_BYTES_PER_PARAM * count_params(self.spec.model).total, shutil.disk_usage(self.root).free
+        if needed > free:
+            raise Unsupported(
+                f"system.nvme_path: the disk of {self.root} has {free:,} bytes free and needs {needed:,}; free some or name another"
+            )
+        _require_async_io(import_deepspeed(self.spec.device), self.spec.device)
+        with self._disk():
+            super().setup(weights)
+
+    def _optimizer(self, deepspeed: Any) -> dict[str, Any]:
+        """As ZeRO-3; builds async_io too, where other processes wait for it."""
+        deepspeed.ops.op_builder.AsyncIOBuilder().load(verbose=False)
+        return super()._optimizer(deepspeed)
+
+    def train_step(self, batch: Batch) -> torch.Tensor:
+        """As ZeRO-3's; OSError, in one line, when the disk filled up meanwhile."""
+        with self._disk():
+            return super().train_step(batch)
+
+    @contextlib.contextmanager
+    def _disk(self) -> Iterator[None]:
+        """Whatever fails while the disk is full failed because of it: DeepSpeed's IO says nothing that could be understood."""
+        try:
+            yield
+        except (OSError, RuntimeError, AssertionError) as error:
+            free = shutil.disk_usage(self.root).free
+            if free >= FULL_BYTES:
+                raise
+            raise OSError(f"system.nvme_path: the disk of {self.root} is full ({free:,} bytes free); free some") from error
+
+    def _unsaved(self) -> str:
+        return "what is on the disk"
+
+    def close(self) -> None:
+        """As ZeRO-3, and remove what was written; idempotent."""
+        super().close()
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove the folders of this process and of dead ones."""
+        for folder in self.root.glob(f"{PREFIX}*"):
+            process = folder.name.removeprefix(PREFIX)
+            if process == str(os.getpid()) or not Path("/proc", process).exists():
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _require_async_io(deepspeed: Any, device: torch.device) -> None:
+    """Unsupported, in one line, where DeepSpeed's async_io cannot be built."""
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    if device.type == "cuda" and CUDA_HOME is None:
+        raise Unsupported("DeepSpeed's async_io is built with the CUDA toolkit and there is none; install it, or set CUDA_HOME")
+    if not deepspeed.ops.op_builder.AsyncIOBuilder().is_compatible(verbose=False):
+        raise Unsupported("libaio is missing and DeepSpeed's async_io is built with it; install libaio-dev (libaio-devel)")

@@ -1,0 +1,308 @@
+"""Rivals that need a GPU, as far as a CPU can tell: their configuration, their plan, what they refuse and in which words."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from baselines.deepspeed_options import SuperOffloadOptions, ZenFlowOptions, Zero3Options, deepspeed_config, on_device, sub_groups
+from baselines.model import initial_weights, num_params
+from baselines.system import ModelSpec, Shape, SystemSpec, Unsupported, build
+from engine import Recipe
+from tests.parity import test_baseline_parity as parity
+from tests.unit.test_baselines_model import TINY
+from tests.unit.test_baselines_systems import QWEN_14B, without
+
+CUDA_ONLY = ["superoffload", "torchao_offload", "published_megatrain"]
+
+
+def make_spec(config=TINY, device="cuda", clip_norm=1.0, micro_batches=1, **options) -> SystemSpec:
+    return SystemSpec(
+        model=ModelSpec(name="m", model_type="qwen2", config=config),
+        shape=Shape(batch_size=32, seq_len=1024, num_micro_batches=micro_batches),
+        recipe=Recipe(clip_norm=clip_norm),
+        device=torch.device(device),
+        options=options,
+    )
+
+
+@pytest.mark.parametrize("name", CUDA_ONLY)
+def test_on_the_cpu_it_is_unsupported_in_one_line(name):
+    with pytest.raises(Unsupported, match=r"runs on NVIDIA GPUs alone, and machine\.device is cpu") as caught:
+        build(name, make_spec(device="cpu"))
+    assert "\n" not in str(caught.value)
+
+
+def test_sub_groups_are_those_that_deepspeed_makes():
+    spec = SystemSpec(
+        model=ModelSpec(name="m", model_type="qwen2", config=TINY),
+        shape=Shape(batch_size=2, seq_len=8),
+        recipe=Recipe(),
+        options={"sub_group_size": 3000, "offload_ratio": 0.5},
+    )
+    expected = sub_groups(spec.model, 3000)
+    assert len(expected) > 3
+    assert sum(expected) == num_params(spec.model)
+    system = build("zero3", spec)
+    system.setup(initial_weights(spec.model, 0, spec.dtype, spec.device))
+    try:
+        assert [int(size) for size in system._engine.optimizer.fp16_partitioned_groups_flat_numel] == expected
+    finally:
+        system.close()
+    assert sub_groups(spec.model, 10**9) == [num_params(spec.model)]
+
+
+def test_the_ratio_counts_sub_groups():
+    assert on_device([5, 4, 3, 2, 1], 0.6) == [5, 4]
+    assert on_device([5, 4, 3, 2, 1], 1.0) == []
+    assert on_device([5], 0.1) == []
+
+
+def test_twinflow_moves_optimizer_state_from_host_to_device():
+    plans = [build("zero3", make_spec(QWEN_14B, sub_group_size=10**8, offload_ratio=r)).plan() for r in (1.0, 0.8)]
+    kept = sum(on_device(sub_groups(make_spec(QWEN_14B).model, 10**8), 0.8))
+    assert 0.15 < kept / num_params(make_spec(QWEN_14B).model) < 0.25
+    assert plans[0].host_bytes - plans[1].host_bytes == 16 * kept
+    assert "optimizer" not in plans[0].device
+    assert 16 * kept < plans[1].device["optimizer"] < 18 * kept
+    assert not build("zero3", make_spec(device="cpu", sub_group_size=1000, offload_ratio=0.5)).plan().device.get("optimizer")
+    offload = deepspeed_config(make_spec(), Zero3Options(offload_ratio=0.8))["zero_optimization"]["offload_optimizer"]
+    assert offload == {"device": "cpu", "pin_memory": True, "ratio": 0.8}
+
+
+def test_state_that_deepspeed_does_not_save_is_refused(tmp_path):
+    twinflow = build("zero3", make_spec(sub_group_size=1000, offload_ratio=0.5))
+    for system in (twinflow, build("superoffload", make_spec()), build("zenflow", make_spec())):
+        with pytest.raises(Unsupported, match=r"^save: DeepSpeed's checkpoint lacks the moments"):
+            system.save(tmp_path / "checkpoint")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_superoffload_is_configured_as_its_authors_do():
+    zero = deepspeed_config(make_spec(), SuperOffloadOptions())["zero_optimization"]
+    assert zero["stage"] == 3
+    assert "offload_param" not in zero
+    assert zero["sub_group_size"] == zero["reduce_bucket_size"] == 400_000_000
+    assert zero["offload_optimizer"] == {
+        "device": "cpu",
+        "pin_memory": True,
+        "ratio": 0.9,
+        "super_offload": True,
+        "cpuadam_cores_perc": 0.9,
+    }
+
+
+def test_deepspeed_takes_the_configurations():
+    """DeepSpeed's own validation knows every key, and means by it what we mean."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    for options in (SuperOffloadOptions(), Zero3Options(offload_ratio=0.8)):
+        zero = DeepSpeedZeroConfig(**deepspeed_config(make_spec(), options)["zero_optimization"])
+        assert zero.offload_optimizer.ratio == options.offload_ratio
+        assert zero.offload_optimizer.super_offload is isinstance(options, SuperOffloadOptions)
+        assert set(zero.offload_optimizer.model_extra or {}) == set()
+
+
+@pytest.mark.parametrize(("clip_norm", "clip", "clipped"), [(1.0, False, 0.0), (1.0, True, 1.0), (0.0, False, 0.0)])
+def test_superoffload_says_that_it_does_not_clip(clip_norm, clip, clipped):
+    spec = make_spec(clip_norm=clip_norm, clip=clip)
+    system = build("superoffload", spec)
+    assert deepspeed_config(spec, system.options)["gradient_clipping"] == clipped
+    assert bool(system.caveat) == (clipped != clip_norm)
+    if system.caveat:
+        assert system.caveat.startswith("no clipping, where the recipe clips at 1")
+
+
+def test_superoffload_plan_at_14b():
+    spec = make_spec(QWEN_14B, offload_ratio=1.0)
+    total = num_params(spec.model)
+    plan = build("superoffload", spec).plan()
+    assert plan.device["weights"] == 2 * total
+    assert {kind: size / total for kind, size in plan.host.items() if kind != "staging"} == {
+        "weights": 0,
+        "master": 4,
+        "moments": 8,
+        "gradients": 6,
+    }
+    assert 4 < plan.host["staging"] / total < 10
+    unpinned = build("superoffload", make_spec(QWEN_14B, offload_ratio=1.0, pin_memory=False)).plan()
+    assert unpinned.host["staging"] < 0.25 * total
+    assert build("superoffload", make_spec(QWEN_14B)).plan().device["optimizer"] > 16 * 0.05 * total
+
+
+@pytest.mark.parametrize(("name", "least"), [("superoffload", 8), ("zenflow", 16)])
+def test_shared_memory_is_checked_before_anything_is_allocated(monkeypatch, name, least):
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=16384, f_frsize=4096))
+    needed = least * num_params(make_spec(QWEN_14B).model)
+    options = {"offload_ratio": 1.0} if name == "superoffload" else {}
+    with pytest.raises(Unsupported, match=rf"shares {needed:,} bytes between .* and /dev/shm has 67,108,864 free; enlarge"):
+        build(name, make_spec(QWEN_14B, **options)).setup([])
+
+
+def test_zenflow_is_configured_as_its_authors_do_and_deepspeed_takes_it():
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    config = deepspeed_config(make_spec(), ZenFlowOptions())
+    zenflow = DeepSpeedZeroConfig(**config["zero_optimization"]).zenflow
+    assert (zenflow.topk_ratio, zenflow.update_interval, zenflow.select_strategy, zenflow.overlap_step) == (0.1, 4, "auto", True)
+    assert config["zero_optimization"]["stage"] == 2
+    assert config["optimizer"]["params"]["weight_decay"] == Recipe().weight_decay
+    chosen_again = deepspeed_config(make_spec(), ZenFlowOptions(select_interval=16))["zero_optimization"]["zenflow"]
+    assert (chosen_again["select_strategy"], chosen_again["select_interval"]) == ("step", 16)
+
+
+def test_zenflow_refuses_micro_batches_and_says_what_it_does():
+    with pytest.raises(Unsupported, match=r"shape\.num_micro_batches is 2, use 1$"):
+        build("zenflow", make_spec(micro_batches=2))
+    assert build("zenflow", make_spec()).caveat.startswith("bounded staleness: a step updates 10% of the columns, in bfloat16")
+
+
+def test_zenflow_trains_the_same_model_from_the_same_weights():
+    """Runs without a GPU. The first loss is exact (weights in their places); staleness makes the others fall more slowly."""
+    spec, cores = parity.make_spec(torch.float32, clip_norm=0.0), os.sched_getaffinity(0)
+    expected = run("in_memory", spec)
+    losses = run("zenflow", parity.make_spec(torch.float32, clip_norm=0.0, update_interval=1, topk_share=0.5))
+    assert losses[0] == pytest.approx(expected[0], abs=1e-5)
+    assert losses[1] == pytest.approx(expected[1], abs=2e-3)
+    assert expected[-1] < losses[-1] < losses[0] - 0.4
+    assert os.sched_getaffinity(0) == cores
+    assert not [child for child in multiprocessing.active_children() if child.is_alive()]
+
+
+def run(name: str, spec: SystemSpec) -> list[float]:
+    system = build(name, spec)
+    weights = dict(initial_weights(spec.model, 0, spec.dtype, spec.device))
+    system.setup(weights.items())
+    try:
+        for key, value in system.parameters():
+            assert torch.equal(value, weights[key]), key
+        return parity.train(system, spec, range(12))
+    finally:
+        system.close()
+
+
+def test_zenflow_plan_at_14b():
+    spec = make_spec(QWEN_14B)
+    plan, total = build("zenflow", spec).plan(), num_params(spec.model)
+    assert {kind: size / total for kind, size in plan.host.items() if kind not in ("staging", "weights")} == {
+        "master": 8,
+        "moments": 16,
+        "gradients": 10,
+    }
+    assert plan.device["optimizer"] == pytest.approx(0.8 * total)
+
+
+def test_torchao_is_told_to_be_missing_in_one_line(monkeypatch):
+    without(monkeypatch, module="torchao")
+    with pytest.raises(Unsupported, match=r"^torchao is not installed; pip install [^\n]*$"):
+        build("torchao_offload", make_spec())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_adamw_given_to_torchao_is_the_recipes(dtype):
+    """Against torch's AdamW on an fp32 master, 50 steps: the weights are that master rounded, whatever the learning rate does."""
+    from baselines.torchao_offload import MasterAdamW
+
+    settings = {"lr": 1.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(size, generator=generator).to(dtype).requires_grad_() for size in (3000, 7)]
+    masters = [weight.detach().float().clone().requires_grad_() for weight in weights]
+    mine, plain = MasterAdamW(weights, **settings), torch.optim.AdamW(masters, **settings)
+    for step in range(50):
+        for weight, master in zip(weights, masters, strict=True):
+            weight.grad = torch.randn(weight.shape, generator=generator).to(dtype)
+            master.grad = weight.grad.float()
+        for optimizer in (mine, plain):
+            optimizer.param_groups[0]["lr"] = 1e-4 * (step + 1)
+            optimizer.step()
+    for weight, held, master in zip(weights, mine.masters, masters, strict=True):
+        torch.testing.assert_close(held, master.detach(), rtol=1e-6, atol=1e-7)
+        assert torch.equal(weight.detach(), held.to(dtype))
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A folder with the one file that a clone is known by."""
+    (tmp_path / "infinity" / "model").mkdir(parents=True)
+    (tmp_path / "infinity" / "model" / "cpu_master.py").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize("path", [None, "/nowhere", "."])
+def test_a_wrong_checkout_is_one_line(path):
+    with pytest.raises(Unsupported, match=r"^system\.checkout: got (nothing|/nowhere|\.), allowed the folder of a clone .*=PATH$"):
+        build("published_megatrain", make_spec(checkout=path))
+
+
+def test_a_checkout_whose_code_does_not_import_is_one_line(checkout):
+    (checkout / "infinity" / "__init__.py").write_text("import no_such_package_of_theirs")
+    system = build("published_megatrain", make_spec(checkout=str(checkout)))
+    assert "infinity" not in sys.modules
+    with pytest.raises(Unsupported, match=r"does not import \(No module named 'no_such_package_of_theirs'\)"):
+        system.setup([])
+    assert str(checkout) not in sys.path
+
+
+def test_the_published_code_is_asked_for_what_it_can_do_and_says_the_rest(checkout):
+    system = build("published_megatrain", make_spec(checkout=str(checkout)))
+    assert system.dtypes() == {"weights": "bfloat16", "master": "bfloat16", "moments": "float32", "gradients": "bfloat16"}
+    assert system.caveat.startswith("bfloat16 weights are the master")
+    with pytest.raises(Unsupported, match="does not divide the loss"):
+        build("published_megatrain", make_spec(checkout=str(checkout), micro_batches=2))
+    with pytest.raises(Unsupported, match=r"^save: the published MegaTrain code has no checkpoints"):
+        system.save(checkout / "checkpoint")
+
+
+def test_plan_of_the_published_code_is_what_was_measured_at_14b(checkout):
+    """26.4 GB on the device and 221 GB on the host (15 B/param), 32 x 1024 tokens, K = 4 and 12 slabs (on an H200)."""
+    plan = build("published_megatrain", make_spec(QWEN_14B, checkout=str(checkout))).plan()
+    assert plan.device_bytes == pytest.approx(26.4e9, rel=0.15)
+    assert plan.host_bytes == pytest.approx(221e9, rel=0.15)
+
+
+def test_zero_infinity_wants_a_folder_with_room(tmp_path, monkeypatch):
+    for path, got in ((None, "nothing"), (str(tmp_path / "no"), ".*no")):
+        with pytest.raises(Unsupported, match=rf"^system\.nvme_path: got {got}, allowed a folder on a local disk; [^\n]*=PATH$"):
+            build("zero_infinity", make_spec(nvme_path=path))
+    system = build("zero_infinity", make_spec(QWEN_14B, nvme_path=str(tmp_path)))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**9))
+    needed = 16 * num_params(make_spec(QWEN_14B).model)
+    with pytest.raises(Unsupported, match=rf"has 1,000,000,000 bytes free and needs {needed:,}; free some or name another$"):
+        system.setup([])
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with (
+        pytest.raises(OSError, match=r"^system\.nvme_path: the disk of .* is full \(1,000 bytes free\); free some$"),
+        system._disk(),
+    ):
+        raise RuntimeError("aio wrote nothing")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_zero_infinity_removes_what_dead_processes_left(tmp_path):
+    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True)
+    for process in (dead.stdout.strip(), "1", str(os.getpid())):
+        (tmp_path / f"zero-infinity-{process}" / "zero_stage_3").mkdir(parents=True)
+    (tmp_path / "mine").mkdir()
+    build("zero_infinity", make_spec(nvme_path=str(tmp_path))).close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "zero-infinity-1"]
+
+
+def test_zero_infinity_is_taken_by_deepspeed_and_its_plan_has_no_optimizer_state(tmp_path):
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    spec = make_spec(QWEN_14B, nvme_path=str(tmp_path))
+    system = build("zero_infinity", spec)
+    offload = DeepSpeedZeroConfig(**deepspeed_config(spec, system.options)["zero_optimization"]).offload_optimizer
+    assert (offload.device, offload.nvme_path, offload.buffer_count) == ("nvme", tmp_path / f"zero-infinity-{os.getpid()}", 4)
+    host, total = system.plan().host, num_params(spec.model)
+    assert (host["weights"], host["gradients"]) == (2 * total, 2 * total)
+    assert {"master", "moments"}.isdisjoint(host)
+    assert host["staging"] < 2 * total
+    assert system.caveat == "optimizer state on a disk, whose speed this is"
