@@ -19,8 +19,8 @@ from analysis.style import STATUS_LABELS, SYSTEMS
 from sweeps.result import LOSS_TOLERANCE, REFERENCE, STAND_IN
 
 BASELINE = "zero3"
-AS_IT_IS = (None, "tuned")
-"""Presets that leave a system what its name says: its defaults, and what sweeps/tuner.py found."""
+AS_IT_IS = (None, "compiled", "tuned")
+"""Presets that leave a system what its name says: its defaults, compiled or not, and what sweeps/tuner.py found."""
 Number = TypeVar("Number", int, float)
 CPU_NOTE = "CPU speeds prove wiring and numerics; they say nothing about GPUs."
 

@@ -6,6 +6,7 @@ frame is the same whichever way rows came, but for the column `source`.
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -81,6 +82,8 @@ COLUMNS: dict[str, str] = {
 _UNTOLD = ("logging", "hydra", "output", "experiment", "machine", "measure")
 """Parts of a config that never distinguish two cells in a label, but for those in _TOLD."""
 _TOLD = ("machine.device_bytes",)
+COMPILES = re.compile(r"fast|tuned|\d")
+"""How presets begin that compile, or that are the steps of a ladder."""
 
 
 def load(*sources: Path | str) -> pd.DataFrame:
@@ -169,6 +172,14 @@ def _compared(tagged: Iterable[Tagged]) -> Iterator[Tagged]:
             yield item._replace(row=compared(item.row, rows)) if late else item
 
 
+def shown_preset(row: Row) -> str | None:
+    """The row's preset, with `compiled` where the system was compiled and its preset does not say so by itself."""
+    compiled = row.config.get("system", {}).get("compile") is True
+    if not compiled or COMPILES.match(row.preset or ""):
+        return row.preset
+    return f"{row.preset or ''} compiled".strip()
+
+
 def _record(row: Row, source: str) -> dict[str, Any]:
     """One flat record: the row's own fields, then what is derived from them."""
     record: dict[str, Any] = {column: getattr(row, column) for column in COLUMNS if hasattr(row, column)}
@@ -180,6 +191,7 @@ def _record(row: Row, source: str) -> dict[str, Any]:
     gpu = row.machine.get("gpu")
     return record | {
         "configuration": configuration(row.config) if "measure" in row.config else row.cell,
+        "preset": shown_preset(row),
         "label": name_of(row.system),
         "tokens_per_s_lo": speed.lo if speed else None,
         "tokens_per_s_hi": speed.hi if speed else None,
@@ -224,16 +236,17 @@ def _total(kinds: dict[str, int] | None) -> int | None:
 
 
 def _labels(frame: pd.DataFrame) -> list[str]:
-    """The system's name, and as much of preset and config as tells apart the rows of one system in one group."""
+    """The system's name, and as much of preset and config as tells apart the rows of one system in one group.
+
+    A row that is alone says its preset.
+    """
     labels = [name_of(system) for system in frame["system"]]
     families: dict[tuple[Hashable, ...], list[int]] = {}
     for position, key in enumerate(frame[[*GROUP, "system"]].astype(object).itertuples(index=False, name=None)):
         families.setdefault(tuple(map(str, key)), []).append(position)
     presets, configs = list(frame["preset"]), [dict(_told(config)) for config in frame["config"]]
     for family in families.values():
-        if len(family) == 1:
-            continue
-        named = len({str(presets[position]) for position in family}) > 1
+        named = len(family) == 1 or len({str(presets[position]) for position in family}) > 1
         for position in family:
             # A preset stands for its settings: beside it, only what differs within it is told.
             peers = [other for other in family if not named or str(presets[other]) == str(presets[position])]

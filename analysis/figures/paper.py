@@ -48,8 +48,10 @@ def figure(frame: pd.DataFrame) -> Figure:
         _name(panels[1, 1], "Depth, hidden 3584, T = 1024", "layers", "TFLOPS (6P)")
         drawn.legend(handles=_legend(panels.flat), loc="outside lower center", ncols=5, columnspacing=1.0)
         machines = "; ".join(dict.fromkeys(one.machine for one in cells if one.standing.measured)) or "nothing yet"
-        lines_told = f"hollow, dotted: the paper, {headline[0].hardware}; filled: measured, {machines}; † flagged in paper.csv"
-        lines_told += "\nformulas are those of the measured points; the paper's is not stated, or fits only in part (paper.md)"
+        lines_told = f"hollow, dotted: the paper, {headline[0].hardware}; filled: measured, {machines}"
+        lines_told += (
+            "\n† flagged in paper.csv; formulas are those of the measured points, the paper's is not stated or fits in part"
+        )
         drawn.suptitle(lines_told, x=0.005, ha="left", fontsize=6.5, color=style.MUTED)
     return drawn
 

@@ -12,7 +12,6 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 from analysis import load, report
-from analysis.figures import quickstart
 from baselines.model import count_params
 from sweeps import auto, cell, run, study
 from sweeps.config import Cell, cell_from
@@ -107,9 +106,9 @@ def test_every_study_runs_on_the_cpu_from_its_cells_to_its_figure(
     assert [row.status for row in rows] == (["ok", "wont_fit"] if name == "model_size" else ["ok"] * len(cells))
     frame = load.frame(tmp_path)
     assert len(frame) == len(frame.drop_duplicates([*load.GROUP, "label"])) == len(cells) >= 2
-    for part in load.groups(load.latest(frame)):
+    for part in report.sections(load.latest(frame)):
         assert name in report.markdown(part)
-        assert quickstart.figure(part).axes
+        assert part.figure().axes
     assert capsys.readouterr().out.count(" x ") == len(cells)
 
 
@@ -170,7 +169,15 @@ def test_a_cell_without_room_says_what_its_step_would_take(monkeypatch: pytest.M
     """On a GPU, where rates are probed; here they are those of conf/rates, and nothing is allocated."""
     from engine import Rates
 
-    rates = Rates(matmul_flops=7.7e14, adamw_params=7.2e9, h2d_bytes=5.5e10, d2h_bytes=5.5e10, device_bytes=4e12)
+    rates = Rates(
+        matmul_flops=7.7e14,
+        adamw_params=7.2e9,
+        weights_params=8e9,
+        moments_params=1.1e10,
+        h2d_bytes=5.5e10,
+        d2h_bytes=5.5e10,
+        device_bytes=4e12,
+    )
     monkeypatch.setattr("engine.planner.measure", lambda *_, **__: rates)
     caps: list[int] = []
     monkeypatch.setattr(cell, "cap_device_memory", caps.append)  # torch's own refuses without a GPU

@@ -263,3 +263,20 @@ def test_bad_input_is_one_line(tmp_path: Path, content: str | None, told: str) -
 def test_empty_folder_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="in this folder"):
         load.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("preset", "compiled", "shown"),
+    [
+        (None, False, None),
+        (None, True, "compiled"),
+        ("stream", True, "stream compiled"),
+        ("fast", True, "fast"),
+        ("5_compiled", True, "5_compiled"),
+        ("paper", False, "paper"),
+    ],
+)
+def test_a_label_says_what_was_compiled(preset: str | None, compiled: bool, shown: str | None) -> None:
+    frame = load.from_rows([row("megatrain", [1.0], preset=preset, config={"system": {"compile": compiled}})])
+    assert (None if pd.isna(frame["preset"][0]) else frame["preset"][0]) == shown
+    assert frame["label"][0] == f"MegaTrain {shown}" if shown else "MegaTrain"

@@ -105,7 +105,7 @@ def test_attention_is_counted_where_the_claim_counts_it() -> None:
 def test_the_ratio_comes_from_one_run() -> None:
     rows = [measured("zero3", 10.0, "qwen2.5-14b"), measured("megatrain", 5.0, "qwen2.5-14b", preset="fast")]
     claim = one_claim(metric="ratio")
-    assert re.match(r"MegaTrain 2\.00x \(95% interval 1\.9\d to 2\.0\d\)", paper.ratio_text(claim, load.from_rows(rows)))
+    assert re.match(r"MegaTrain fast 2\.00x \(95% interval 1\.9\d to 2\.0\d\)", paper.ratio_text(claim, load.from_rows(rows)))
     apart = [rows[0], measured("megatrain", 5.0, "qwen2.5-14b", experiment="another")]
     assert paper.ratio_text(claim, load.from_rows(apart)) == ""
 
