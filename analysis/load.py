@@ -17,7 +17,7 @@ import pandas as pd
 from analysis import runs, stats
 from analysis.runs import Tagged
 from analysis.style import name_of
-from sweeps.result import Row, compared, configuration, host_split, read_rows
+from sweeps.result import Row, compared, configuration, flat, host_split, read_rows
 
 GROUP = ["experiment", "model", "batch_size", "seq_len", "machine_name"]
 """What must be equal for two rows to be compared: a ratio never spans two machines."""
@@ -278,15 +278,7 @@ def _differing(configs: Iterable[dict[str, Any]]) -> list[str]:
 def _told(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """What may stand in a label: without the length of a constant schedule, which the timing sets and nothing reads."""
     constant = config.get("recipe", {}).get("schedule") == "constant"
-    for key, value in _flat(config):
+    for key, value in flat(config):
         told = key in _TOLD or key.split(".")[0] not in _UNTOLD
         if told and not (constant and key == "recipe.total_steps"):
             yield key, value
-
-
-def _flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -16,7 +16,7 @@ import pandas as pd
 from analysis import stats
 from analysis.compare import BASELINE, Standing, standing_of
 from analysis.stats import Estimate
-from sweeps.result import REFERENCE
+from sweeps.result import REFERENCE, flat
 
 VARIED = ("system.", "recipe.", "machine.device_bytes")
 """Parts of a config that a study varies; sizes and shapes are scales, the rest cannot change a measurement."""
@@ -147,7 +147,7 @@ def cell_of(record: Mapping[Hashable, Any]) -> Cell:
         seq_len=shape[1],
         preset=None if pd.isna(record["preset"]) else str(record["preset"]),
         factors={},
-        config=dict(_flat(record["config"])),
+        config=dict(flat(record["config"])),
         predicted=predicted,
     )
 
@@ -256,11 +256,3 @@ def _rung(preset: str) -> int:
 
 def _speed(cell: Cell) -> float:
     return cell.standing.speed.value if cell.standing.speed else 0.0
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -25,6 +25,7 @@ from sweeps.cell import Emitter, fits
 from sweeps.config import Cell, cell_from
 from sweeps.isolate import guarded, run_isolated
 from sweeps.memory import NoDevice
+from sweeps.result import flat
 
 TIMEOUT_S = 30.0
 """For all predictions of a study; what is not there by then is unknown."""
@@ -118,25 +119,17 @@ def duration(seconds: float) -> str:
 
 def settings(cells: Sequence[Cell]) -> list[str]:
     """What tells each cell from the others: the first fields of the config, system and preset before all, that suffice."""
-    flat = [dict(_flat(cell.config)) for cell in cells]
-    keys = dict.fromkeys(("system.name", "system.preset", *(key for config in flat for key in config)))
+    told = [{key: value for key, value in flat(cell.config) if key.split(".")[0] not in HIDDEN} for cell in cells]
+    keys = dict.fromkeys(("system.name", "system.preset", *(key for config in told for key in config)))
     chosen: list[str] = []
     for key in keys:
-        if len({_values(config, [*chosen, key]) for config in flat}) > len({_values(config, chosen) for config in flat}):
+        if len({_values(config, [*chosen, key]) for config in told}) > len({_values(config, chosen) for config in told}):
             chosen.append(key)
-    return [" ".join(f"{key.removesuffix('.name')}={config.get(key)}" for key in chosen) for config in flat]
+    return [" ".join(f"{key.removesuffix('.name')}={config.get(key)}" for key in chosen) for config in told]
 
 
 def _values(config: Mapping[str, Any], keys: Sequence[str]) -> str:
     return repr([config.get(key) for key in keys])
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        elif f"{prefix}{key}".split(".")[0] not in HIDDEN:
-            yield f"{prefix}{key}", value
 
 
 def predict(cells: Sequence[Cell]) -> dict[str, float]:

@@ -213,6 +213,15 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
+def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted path, value) of every field of a nested config."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 def configuration(config: Mapping[str, Any]) -> str:
     """Digest of what the repeats of one measurement share: all that a cell is known by but the number of the repeat."""
     return digest(hashed({**config, "measure": {**config["measure"], "repeat": 1}}))
