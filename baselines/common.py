@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from baselines.system import Unsupported
-from engine import Batch, NonFiniteLossError
+from engine import Batch, NonFiniteLossError, Recipe
 
 T = TypeVar("T")
 
@@ -89,6 +89,16 @@ def require_cuda(device: torch.device, name: str) -> None:
     """Unsupported, in one line, for a system that has no way to run on the CPU."""
     if device.type != "cuda":
         raise Unsupported(f"{name} runs on NVIDIA GPUs alone, and machine.device is {device.type}; leave it out here")
+
+
+def adamw_settings(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as the keyword arguments that torch's AdamW and DeepSpeed's share."""
+    return {
+        "lr": recipe.lr,
+        "betas": (recipe.beta1, recipe.beta2),
+        "eps": recipe.eps,
+        "weight_decay": recipe.weight_decay,
+    }
 
 
 def dtype_name(dtype: torch.dtype) -> str:

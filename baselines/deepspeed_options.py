@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from baselines.common import CommonOptions, at_least, share, word
+from baselines.common import CommonOptions, adamw_settings, at_least, share, word
 from baselines.footprint import parameter_sizes
 from baselines.model import count_params
 from baselines.system import ModelSpec, SystemSpec
@@ -158,9 +158,7 @@ def deepspeed_config(spec: SystemSpec, options: DeepSpeedOptions) -> dict[str, A
         "wall_clock_breakdown": False,
     }
     if isinstance(options, ZenFlowOptions):  # it makes a second optimizer of the same settings
-        recipe = spec.recipe
-        settings = {"lr": recipe.lr, "betas": [recipe.beta1, recipe.beta2], "eps": recipe.eps, "weight_decay": recipe.weight_decay}
-        config["optimizer"] = {"type": "AdamW", "params": settings}
+        config["optimizer"] = {"type": "AdamW", "params": adamw_settings(spec.recipe)}
     return config
 
 

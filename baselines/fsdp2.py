@@ -17,6 +17,7 @@ import torch
 from baselines import distributed, footprint
 from baselines.common import (
     CommonOptions,
+    adamw_settings,
     check_dtype,
     dtype_name,
     load_state,
@@ -102,10 +103,7 @@ class Fsdp2:
         self._named = [(name, param) for name, (_, param) in zip(names, model.named_parameters(), strict=True)]
         self._optimizer = torch.optim.AdamW(
             [param for _, param in self._named],
-            lr=recipe.lr,
-            betas=(recipe.beta1, recipe.beta2),
-            eps=recipe.eps,
-            weight_decay=recipe.weight_decay,
+            **adamw_settings(recipe),
             fused=True,
         )
         self._step = 0

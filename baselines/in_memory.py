@@ -15,6 +15,7 @@ from baselines import footprint
 from baselines.common import (
     CommonOptions,
     FiniteFlag,
+    adamw_settings,
     check_dtype,
     dtype_name,
     load_state,
@@ -73,10 +74,7 @@ class InMemory:
         recipe = spec.recipe
         self._optimizer = torch.optim.AdamW(
             self._masters,
-            lr=recipe.lr,
-            betas=(recipe.beta1, recipe.beta2),
-            eps=recipe.eps,
-            weight_decay=recipe.weight_decay,
+            **adamw_settings(recipe),
             fused=True,
         )
         self._flag = FiniteFlag(spec.device)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from baselines import footprint
-from baselines.common import check_dtype, dtype_name, parse_options, raise_unless_finite, require_cuda, word
+from baselines.common import adamw_settings, check_dtype, dtype_name, parse_options, raise_unless_finite, require_cuda, word
 from baselines.deepspeed_setup import import_deepspeed, require_deepspeed, sole_builder
 from baselines.model import config_of, count_params, materialise
 from baselines.system import SystemSpec, Unsupported
@@ -130,10 +130,7 @@ class PublishedMegaTrain:
         with sole_builder():
             self._optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(
                 self._model.get_parameters(),
-                lr=recipe.lr,
-                betas=(recipe.beta1, recipe.beta2),
-                eps=recipe.eps,
-                weight_decay=recipe.weight_decay,
+                **adamw_settings(recipe),
                 adamw_mode=True,
             )
         self._step = 0

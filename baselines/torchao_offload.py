@@ -18,6 +18,7 @@ from baselines import footprint
 from baselines.common import (
     CommonOptions,
     FiniteFlag,
+    adamw_settings,
     check_dtype,
     dtype_name,
     load_state,
@@ -117,10 +118,7 @@ class TorchaoOffload:
             [param for _, param in self._named],
             MasterAdamW,
             offload_gradients=spec.shape.num_micro_batches == 1,
-            lr=recipe.lr,
-            betas=(recipe.beta1, recipe.beta2),
-            eps=recipe.eps,
-            weight_decay=recipe.weight_decay,
+            **adamw_settings(recipe),
         )
         torch.cuda.synchronize(spec.device)  # the pinned copies are whole
         self._flag = FiniteFlag(spec.device)

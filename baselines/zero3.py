@@ -19,7 +19,16 @@ import torch
 from torch.nn import functional as F
 
 from baselines import distributed, footprint
-from baselines.common import NOT_TAKEN, check_dtype, dtype_name, micro_batches, parse_options, raise_unless_finite, whole_directory
+from baselines.common import (
+    NOT_TAKEN,
+    adamw_settings,
+    check_dtype,
+    dtype_name,
+    micro_batches,
+    parse_options,
+    raise_unless_finite,
+    whole_directory,
+)
 from baselines.deepspeed_options import (
     DeepSpeedOptions,
     Zero2Options,
@@ -124,10 +133,7 @@ class Zero3:
         recipe = self.spec.recipe
         optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(
             [param for _, param in self._named],
-            lr=recipe.lr,
-            betas=(recipe.beta1, recipe.beta2),
-            eps=recipe.eps,
-            weight_decay=recipe.weight_decay,
+            **adamw_settings(recipe),
             adamw_mode=True,
         )
         return {"optimizer": optimizer}

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine import Batch, EngineConfig, MegaTrain, Recipe
+from engine import Batch, EngineConfig, MegaTrain, Rates, Recipe
 
 COMMON = {
     "hidden_size": 32,
@@ -101,3 +101,15 @@ def assert_same(one: tuple[list[float], dict[str, torch.Tensor]], other: tuple[l
     assert one[0] == other[0]
     for name, value in one[1].items():
         assert torch.equal(value, other[1][name]), name
+
+
+H200 = Rates(
+    matmul_flops=7.7e14,
+    adamw_params=7.2e9,
+    weights_params=8e9,
+    moments_params=1.1e10,
+    h2d_bytes=5.5e10,
+    d2h_bytes=5.5e10,
+    device_bytes=4e12,
+)
+"""About what conf/rates has for a GPU that is not here."""

@@ -16,6 +16,7 @@ from baselines.model import count_params
 from sweeps import auto, cell, run, study
 from sweeps.config import Cell, cell_from
 from sweeps.isolate import Outcome, guarded
+from tests.models import H200
 
 NAMES = sorted(path.stem for path in (auto.CONF / "ablation").glob("*.yaml"))
 CELLS = {"double_buffering": 12, "ladder": 8, "placement": 8, "context_length": 10, "pinned": 3, "width": 5}
@@ -167,18 +168,7 @@ def test_depth_width_and_length_are_the_published_ones() -> None:
 
 def test_a_cell_without_room_says_what_its_step_would_take(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On a GPU, where rates are probed; here they are those of conf/rates, and nothing is allocated."""
-    from engine import Rates
-
-    rates = Rates(
-        matmul_flops=7.7e14,
-        adamw_params=7.2e9,
-        weights_params=8e9,
-        moments_params=1.1e10,
-        h2d_bytes=5.5e10,
-        d2h_bytes=5.5e10,
-        device_bytes=4e12,
-    )
-    monkeypatch.setattr("engine.planner.measure", lambda *_, **__: rates)
+    monkeypatch.setattr("engine.planner.measure", lambda *_, **__: H200)
     caps: list[int] = []
     monkeypatch.setattr(cell, "cap_device_memory", caps.append)  # torch's own refuses without a GPU
     (one,) = cells_of("model=qwen2.5-7b", "shape=b32x1024", "machine.device_bytes=24000000000", "machine.host_bytes=50000000000")

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from engine import Rates
 from sweeps import auto, forecast, run
 from sweeps.config import Cell, cell_from
 from sweeps.forecast import Forecast, announce, duration, settings
 from sweeps.result import Row
 from sweeps.sinks import JsonlSink
+from tests.models import H200
 
 
 def cells_of(*overrides: str) -> list[Cell]:
@@ -91,16 +91,7 @@ def test_only_what_tells_cells_apart_is_told() -> None:
 def test_the_cost_model_predicts_the_engine_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the rates of conf/rates in place of probed ones, which need the GPU; the rates are probed once."""
     probed = []
-    rates = Rates(
-        matmul_flops=7.7e14,
-        adamw_params=7.2e9,
-        weights_params=8e9,
-        moments_params=1.1e10,
-        h2d_bytes=5.5e10,
-        d2h_bytes=5.5e10,
-        device_bytes=4e12,
-    )
-    monkeypatch.setattr("engine.planner.measure", lambda *_, **__: probed.append(1) or rates)
+    monkeypatch.setattr("engine.planner.measure", lambda *_, **__: probed.append(1) or H200)
     told: dict[str, float] = {}
 
     def emit(event: str, *, cell: str, step_s: float) -> None:
