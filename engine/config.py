@@ -36,7 +36,7 @@ class EngineConfig:
     loss_chunk: int = 4096
     """Tokens whose logits are alive at a time."""
     master: str = "split"
-    """fp32 master of a bfloat16 run: split (bf16 weight + int16 remainder, exact) or fp32 (apart)."""
+    """Master of a bfloat16 run: split (fp32, as bf16 weight + int16 remainder), fp32 (apart), bf16 (the weight, as published)."""
     pinned: str = "exact"
     """Host memory that copies touch: exact (one pinned arena), torch (pinned by torch, rounded up), none (pageable). CUDA only."""
     num_threads: int = 0
@@ -64,6 +64,6 @@ class EngineConfig:
         if self.streams not in LANES:
             raise ValueError(f"system.streams: got {self.streams!r}, allowed 1, 2 or 3; 3 overlaps the most")
         if self.master not in MASTERS:
-            raise ValueError(f"system.master: got {self.master!r}, allowed {', '.join(MASTERS)}; split holds the fewest bytes")
+            raise ValueError(f"system.master: got {self.master!r}, allowed {', '.join(MASTERS)}; split is the smallest exact one")
         if self.pinned not in PINNED:
             raise ValueError(f"system.pinned: got {self.pinned!r}, allowed {', '.join(PINNED)}; exact is the fastest and smallest")

@@ -132,10 +132,17 @@ class MegaTrain:
         """Closed-form bytes by kind; allocates nothing."""
         return self._planner.plan(self.pipeline)
 
+    @property
+    def caveat(self) -> str | None:
+        """What must be said beside a number of this configuration."""
+        rounded = self.dtype == torch.bfloat16 and self.config.master == "bf16"
+        return "bfloat16 weights are the master, as published: small updates are lost" if rounded else None
+
     def dtypes(self) -> dict[str, str]:
         """Dtypes of what is kept."""
         name = str(self.dtype).removeprefix("torch.")
-        master = "float32" if name == "float32" or self.config.master == "fp32" else "float32 (bfloat16 + int16 remainder)"
+        masters = {"split": "float32 (bfloat16 + int16 remainder)", "fp32": "float32", "bf16": "bfloat16"}
+        master = name if name == "float32" else masters[self.config.master]
         return {"weights": name, "master": master, "moments": "float32", "gradients": name}
 
     def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -17,8 +17,9 @@ from engine.layout import Layout
 from engine.optimizer import BlockState, read_master, write_master
 
 PAGE = 4096
-MASTERS = ("split", "fp32")
-"""How a bf16 system keeps its fp32 master: bf16 weight + int16 remainder (12 B/param held), or apart (14 B/param)."""
+MASTERS = ("split", "fp32", "bf16")
+"""What a bf16 system updates: an fp32 master, held as bf16 weight + int16 remainder (12 B/param with the moments) or apart (14),
+or the bf16 weight itself (10), as the published code does, which loses small updates."""
 
 PINNED = ("exact", "torch", "none")
 """How memory that a DMA touches is held: one registered arena of exact size; one buffer a block from torch's pinned allocator,
@@ -34,7 +35,7 @@ class HostSpec:
     dtype: torch.dtype
     """Of weights and gradients: bfloat16 or float32."""
     master: str
-    """One of MASTERS; with float32 weights the weight itself is the master."""
+    """One of MASTERS; a float32 weight is always the master itself."""
     slabs: Mapping[int, int]
     """Host gradient slab -> elements."""
     activations: Mapping[int, int] = field(default_factory=dict)
@@ -57,8 +58,8 @@ class HostSpec:
 
     @property
     def extra_dtype(self) -> torch.dtype | None:
-        """Dtype of what completes the weight to the fp32 master."""
-        if self.dtype == torch.float32:
+        """Dtype of what completes the weight to the fp32 master; None where the weight is the master."""
+        if self.dtype == torch.float32 or self.master == "bf16":
             return None
         return torch.int16 if self.master == "split" else torch.float32
 
@@ -105,7 +106,7 @@ class HostStore:
             self.states[block] = _device_state(spec, spec.layouts[block].numel, device)
 
     def set_parameter(self, block: int, name: str, value: torch.Tensor) -> None:
-        """Store an initial or resumed parameter, of any dtype and device, as fp32 master and weight."""
+        """Store an initial or resumed parameter, of any dtype and device, as master and weight."""
         field = next(f for f in self.spec.layouts[block].fields if f.name == name)
         assert value.shape == field.shape, f"{name}: got {tuple(value.shape)}, expected {tuple(field.shape)}"
         part, state = slice(field.offset, field.offset + field.numel), self.states[block]

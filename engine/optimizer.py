@@ -42,10 +42,10 @@ class _Hyper(ctypes.Structure):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockState:
-    """One block's arrays, 1-D and equally long; `extra` is the int16 remainder, the fp32 master, or None."""
+    """One block's arrays, 1-D and equally long; `extra` is the int16 remainder, the fp32 master, or None: no other master."""
 
     weight: torch.Tensor
-    """bfloat16, or float32 where the weight is the master."""
+    """bfloat16 or float32; without `extra` it is the master itself."""
     extra: torch.Tensor | None
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
@@ -145,7 +145,7 @@ class AdamW:
 def _master_of(state: BlockState) -> str:
     """Which of the kernels suits the kind of master that `state` holds."""
     if state.extra is None:
-        return "plain"
+        return "bf16" if state.weight.dtype == torch.bfloat16 else "plain"
     return "split" if state.extra.dtype == torch.int16 else "master"
 
 
@@ -197,16 +197,17 @@ def _compiled_update() -> Callable[..., None]:
 
 
 def read_master(weight: torch.Tensor, extra: torch.Tensor | None) -> torch.Tensor:
-    """The fp32 master: a new tensor for the split master, the master itself otherwise."""
+    """The master in fp32: itself where it is held so, otherwise a new tensor."""
     if extra is None:
-        return weight
+        return weight.float()
     if extra.dtype == torch.float32:
         return extra
     return ((weight.view(torch.int16).int() << 16) + extra.int()).view(torch.float32)
 
 
 def write_master(master: torch.Tensor, weight: torch.Tensor, extra: torch.Tensor | None) -> None:
-    """Store an fp32 master; the bf16 weight is it rounded to nearest (ties away from zero), as in csrc/adamw.cpp."""
+    """Store an fp32 master; the bf16 weight is it rounded to nearest (ties away from zero, or to even without `extra`), as in
+    csrc/adamw.cpp."""
     if extra is None:
         weight.copy_(master)
         return

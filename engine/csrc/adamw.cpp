@@ -74,6 +74,16 @@ INLINE void master_loop(int64_t begin, int64_t end, uint16_t *__restrict w, floa
   }
 }
 
+// The bf16 weight is the master, rounded to nearest even at every step: small updates are lost.
+template <bool MOMENTS, typename G>
+INLINE void bf16_loop(int64_t begin, int64_t end, uint16_t *__restrict w, float *__restrict m, float *__restrict v,
+                      const G *__restrict g, const Hyper &h) {
+  for (int64_t i = begin; i < end; ++i) {
+    const uint32_t bits = to_bits(update<MOMENTS>(bf16(w[i]), gradient(g, i), m[i], v[i], h));
+    w[i] = static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+  }
+}
+
 // The fp32 weight is the master.
 template <bool MOMENTS, typename G>
 INLINE void plain_loop(int64_t begin, int64_t end, float *__restrict p, float *__restrict m, float *__restrict v,
@@ -130,6 +140,12 @@ CLONES void master(int64_t b, int64_t e, uint16_t *w, float *p, float *m, float 
 CLONES void master_weights(int64_t b, int64_t e, uint16_t *w, float *p, float *m, float *v, const uint16_t *g, const Hyper &h) {
   blockwise(b, e, [=, &h](int64_t i, int64_t j) INLINED { master_loop<false>(i, j, w, p, m, v, g, h); }, w, p, m, v, g);
 }
+CLONES void bf16_alone(int64_t b, int64_t e, uint16_t *w, float *m, float *v, const uint16_t *g, const Hyper &h) {
+  blockwise(b, e, [=, &h](int64_t i, int64_t j) INLINED { bf16_loop<true>(i, j, w, m, v, g, h); }, w, m, v, g);
+}
+CLONES void bf16_alone_weights(int64_t b, int64_t e, uint16_t *w, float *m, float *v, const uint16_t *g, const Hyper &h) {
+  blockwise(b, e, [=, &h](int64_t i, int64_t j) INLINED { bf16_loop<false>(i, j, w, m, v, g, h); }, w, m, v, g);
+}
 CLONES void plain(int64_t b, int64_t e, float *p, float *m, float *v, const float *g, const Hyper &h) {
   blockwise(b, e, [=, &h](int64_t i, int64_t j) INLINED { plain_loop<true>(i, j, p, m, v, g, h); }, p, m, v, g);
 }
@@ -167,6 +183,12 @@ void adamw_master(int64_t n, uint16_t *w, float *p, float *m, float *v, const ui
 }
 void adamw_master_weights(int64_t n, uint16_t *w, float *p, float *m, float *v, const uint16_t *g, const Hyper *h, int threads) {
   in_parallel(n, threads, [=](int64_t b, int64_t e) { master_weights(b, e, w, p, m, v, g, *h); });
+}
+void adamw_bf16(int64_t n, uint16_t *w, float *m, float *v, const uint16_t *g, const Hyper *h, int threads) {
+  in_parallel(n, threads, [=](int64_t b, int64_t e) { bf16_alone(b, e, w, m, v, g, *h); });
+}
+void adamw_bf16_weights(int64_t n, uint16_t *w, float *m, float *v, const uint16_t *g, const Hyper *h, int threads) {
+  in_parallel(n, threads, [=](int64_t b, int64_t e) { bf16_alone_weights(b, e, w, m, v, g, *h); });
 }
 void adamw_plain(int64_t n, float *p, float *m, float *v, const float *g, const Hyper *h, int threads) {
   in_parallel(n, threads, [=](int64_t b, int64_t e) { plain(b, e, p, m, v, g, *h); });

@@ -39,7 +39,7 @@ def test_a_non_finite_loss_takes_no_step(models, seed, on_device, clip_norm):
         assert not current.exp_avg.any()
 
 
-@pytest.mark.parametrize(("master", "late_moments"), [("split", True), ("fp32", True), ("split", False)])
+@pytest.mark.parametrize(("master", "late_moments"), [("split", True), ("fp32", True), ("bf16", True), ("split", False)])
 def test_save_and_resume_continue_bit_identically(models, tmp_path, master, late_moments):
     recipe = Recipe(lr=1e-2, schedule="linear", warmup_steps=2, total_steps=9)
     arguments = {"recipe": recipe, "master": master, "late_moments": late_moments}
@@ -93,6 +93,15 @@ def test_host_plan_is_what_is_allocated_and_split_master_holds_12_bytes(models, 
     assert arena == allocated["weights"] + allocated["gradients"] + allocated["activations"] + 4096
 
 
+@pytest.mark.parametrize(("master", "num_bytes"), [("split", 12), ("fp32", 14), ("bf16", 10)])
+def test_bytes_a_parameter_of_each_master(models, master, num_bytes):
+    engine = make_engine(models[torch.bfloat16], master=master)
+    planned = engine.plan().host
+    elements = sum(layout.numel for layout in engine._planner.layouts)
+    assert planned["weights"] + planned["master"] + planned["moments"] == num_bytes * elements
+    assert (engine.dtypes()["master"] == "bfloat16") is (engine.caveat is not None) is (master == "bf16")
+
+
 def test_plan_allocates_nothing(models):
     model = make_model("qwen2")
     engine = MegaTrain(model, recipe=Recipe(), micro_batch_size=4096, seq_len=1 << 20, config=EngineConfig(depth=64))
@@ -109,7 +118,7 @@ def test_plan_allocates_nothing(models):
         ({"checkpoint_interval": 0}, "system.checkpoint_interval: got 0"),
         ({"gradient_slabs": -1}, "system.gradient_slabs: got -1"),
         ({"loss_chunk": 0}, "system.loss_chunk: got 0"),
-        ({"master": "bf16"}, "system.master: got 'bf16', allowed split, fp32"),
+        ({"master": "half"}, "system.master: got 'half', allowed split, fp32, bf16"),
         ({"pinned": True}, "system.pinned: got True, allowed exact, torch, none"),
     ],
 )

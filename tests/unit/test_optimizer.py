@@ -1,5 +1,7 @@
 """The native kernel, the torch fallback and torch.optim.AdamW; the split master against the fp32 master."""
 
+import dataclasses
+import math
 import subprocess
 import sys
 import threading
@@ -12,12 +14,14 @@ from engine import Recipe
 from engine.optimizer import AdamW, BlockState, clip_scale, native, read_master, write_master
 
 RECIPE = Recipe(lr=1e-3, weight_decay=0.1, schedule="cosine", warmup_steps=5, total_steps=300)
+FIELDS = ("weight", "extra", "exp_avg", "exp_avg_sq")
 
 
 def make_state(master: str, start: torch.Tensor) -> BlockState:
     if master == "plain":
         return BlockState(weight=start.clone(), extra=None, exp_avg=torch.zeros_like(start), exp_avg_sq=torch.zeros_like(start))
-    extra = torch.zeros(len(start), dtype=torch.int16 if master == "split" else torch.float32)
+    dtype = {"split": torch.int16, "fp32": torch.float32, "bf16": None}[master]
+    extra = None if dtype is None else torch.zeros(len(start), dtype=dtype)
     state = BlockState(
         weight=torch.empty(len(start), dtype=torch.bfloat16),
         extra=extra,
@@ -53,7 +57,7 @@ def test_the_native_kernel_is_built_here():
     assert native() is not None
 
 
-@pytest.mark.parametrize("master", ["plain", "split", "fp32"])
+@pytest.mark.parametrize("master", ["plain", "split", "fp32", "bf16"])
 @pytest.mark.parametrize(("threads", "numel"), [(1, 10_007), (3, 10_007), (2, 200_001), (4, 63)])
 def test_fallback_and_native_kernel_give_the_same_bits(master, threads, numel):
     """Whole blocks and a rest, one run of blocks a thread and several, fewer elements than threads have blocks."""
@@ -62,7 +66,7 @@ def test_fallback_and_native_kernel_give_the_same_bits(master, threads, numel):
 
 
 @pytest.mark.parametrize("use_native", [True, False])
-@pytest.mark.parametrize("master", ["plain", "split", "fp32"])
+@pytest.mark.parametrize("master", ["plain", "split", "fp32", "bf16"])
 def test_two_passes_give_the_bits_of_one(master, use_native):
     both = run(master, use_native, 20, two_passes=True), run(master, use_native, 20)
     for two, one in zip(*both, strict=True):
@@ -102,10 +106,26 @@ def test_bf16_weights_alone_lose_small_updates_that_the_split_master_keeps():
     for step in range(40):
         optimizer.step(state, torch.ones(64, dtype=torch.bfloat16), step=step, scale=1.0)
     assert torch.allclose(read_master(state.weight, state.extra), start - 40e-5, rtol=1e-3)
-    lossy = start.bfloat16()
-    for _ in range(40):
-        lossy = (lossy.float() - 1e-5).bfloat16()
-    assert torch.equal(lossy.float(), start)
+    lossy = make_state("bf16", start)
+    for step in range(40):
+        optimizer.step(lossy, torch.ones(64, dtype=torch.bfloat16), step=step, scale=1.0)
+    assert torch.equal(lossy.weight.float(), start)
+
+
+@pytest.mark.parametrize("use_native", [True, False])
+def test_a_bf16_master_is_rounded_to_nearest_even_as_torch_does(use_native):
+    """Halfway between two bf16 values: down to the even one, up to the even one."""
+    halfway = torch.tensor([0x3F808000, 0x3F818000], dtype=torch.int32).view(torch.float32)
+    state = make_state("bf16", torch.ones(2))
+    recipe = Recipe(lr=1.0, weight_decay=0.0, beta1=0.0, beta2=0.0, eps=1e-12)
+    away = 1.0 - halfway  # of one step without memory, lr * sign(g)
+    for place, gap in enumerate(away.tolist()):
+        one = BlockState(**{name: None if name == "extra" else getattr(state, name)[place:][:1] for name in FIELDS})
+        AdamW(dataclasses.replace(recipe, lr=abs(gap)), num_threads=1, use_native=use_native).step(
+            one, torch.full((1,), math.copysign(1.0, gap), dtype=torch.bfloat16), step=0, scale=1.0
+        )
+    assert torch.equal(state.weight, halfway.bfloat16())
+    assert state.weight.view(torch.int16).tolist() == [0x3F80, 0x3F82]
 
 
 def test_clip_scale_is_that_of_torch():
