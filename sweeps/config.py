@@ -6,6 +6,7 @@ and nothing else. What a user mistyped is a ValueError of one line: config path,
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
@@ -18,9 +19,10 @@ from engine import Recipe
 from sweeps.memory import host_bytes
 from sweeps.result import digest, hashed
 
-EVERY_SYSTEM = ("num_micro_batches", "omp_num_threads")
+COUNTS = ("num_micro_batches", "omp_num_threads")
 """Knobs that any system's group may add (+system.KNOB=N), for the best value differs from system to system: the parts that a step's
-sequences are accumulated in, in place of shape.num_micro_batches, and OMP_NUM_THREADS. 0 is neither; the system never sees them."""
+sequences are accumulated in, in place of shape.num_micro_batches, and OMP_NUM_THREADS. 0 is neither; the system never sees them.
+`numactl`, likewise, is a string."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 T = TypeVar("T")
 
@@ -113,6 +115,8 @@ class Cell:
     """The system's own knobs: the rest of the system group."""
     omp_num_threads: int = 0
     """OMP_NUM_THREADS of the cell's process (system.omp_num_threads); 0 leaves it."""
+    numactl: Sequence[str] = ()
+    """Arguments of numactl(8), which then starts the cell's process (system.numactl); none: it is started by itself."""
     model: ModelSpec
     shape: Shape
     recipe: Recipe
@@ -149,7 +153,7 @@ class Cell:
 
 def cell_from(config: Mapping[str, Any]) -> Cell:
     """Validate a plain composed config (device and total_steps already resolved). Raises ValueError, one line."""
-    known = {item.name for item in fields(Cell)} - {"dtype", "options", "omp_num_threads", "config"}
+    known = {item.name for item in fields(Cell)} - {"dtype", "options", "omp_num_threads", "numactl", "config"}
     require("", config, sorted(known))
     for group in config:
         if group not in known:
@@ -158,7 +162,12 @@ def cell_from(config: Mapping[str, Any]) -> Cell:
     name, dtype = str(system.pop("name", None)), str(system.pop("dtype", None))
     _allow("system", name, tuple(REGISTRY))
     _allow("system.dtype", dtype, tuple(DTYPES))
-    num_micro_batches, omp_num_threads = (_count(f"system.{knob}", system.pop(knob, 0)) for knob in EVERY_SYSTEM)
+    num_micro_batches, omp_num_threads = (_count(f"system.{knob}", system.pop(knob, 0)) for knob in COUNTS)
+    numactl = _typed("system.numactl", system.pop("numactl", ""), str).split()
+    if numactl and shutil.which("numactl") is None:
+        raise ValueError(
+            f"system.numactl: got {' '.join(numactl)!r}, allowed nothing where numactl is not installed; install it or leave it out"
+        )
     shape = build_group(Shape, "shape", config)
     if num_micro_batches:
         if shape.batch_size % num_micro_batches:
@@ -175,6 +184,7 @@ def cell_from(config: Mapping[str, Any]) -> Cell:
         dtype=dtype,
         options=system,
         omp_num_threads=omp_num_threads,
+        numactl=numactl,
         model=build_group(ModelSpec, "model", config),
         shape=shape,
         recipe=build_group(Recipe, "recipe", config),

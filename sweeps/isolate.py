@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,14 +52,16 @@ def run_isolated(
     device: DeviceSampler,
     on_event: Callable[[Event], None],
     env: Mapping[str, str] | None = None,
+    starter: Sequence[str] = (),
 ) -> Outcome:
     """Run `python -m module` with `config` as JSON on its stdin, its output in `log`, until it ends or `timeout_s` passed.
 
-    ValueError when the cell says that its configuration is invalid.
+    starter: a command that execs the rest of its command line (numactl, nice). ValueError when the cell says that its
+    configuration is invalid.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     read_end, write_end = os.pipe()
-    command = [sys.executable, "-m", module, "--events-fd", str(write_end)]
+    command = [*starter, sys.executable, "-m", module, "--events-fd", str(write_end)]
     with log.open("wb") as output:
         child = subprocess.Popen(
             command,

@@ -118,6 +118,7 @@ def _measure(cell: Cell, log: Path, sinks: Sequence[Sink]) -> Row:
         device=device_sampler(cell.machine.device),
         on_event=tell,
         env=environment.cell_variables(cell.omp_num_threads),
+        starter=("numactl", *cell.numactl) if cell.numactl else (),
     )
     row = row_of(cell, outcome, started_at=started_at, machine=environment.machine(cell.machine, peak))
     return compared(row, rows_of(cell.rows_path))

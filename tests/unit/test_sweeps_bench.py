@@ -4,9 +4,11 @@ import dataclasses
 import json
 import math
 import multiprocessing
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -167,10 +169,32 @@ def test_agreement_is_with_the_reference_of_the_same_config() -> None:
     assert compared(row("megatrain", 1.003), [no_room, row("zero3", 1.0), row("in_memory", 1.003)]).agrees is True
 
 
-def isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, timeout_s: float = 20.0) -> Outcome:
+def isolated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, timeout_s: float = 20.0, starter: Sequence[str] = ()
+) -> Outcome:
     (tmp_path / "fake_cell.py").write_text(f"import os, sys, time, signal\nfd = int(sys.argv[2])\n{body}\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return run_isolated("fake_cell", {}, log=tmp_path / "log", timeout_s=timeout_s, device=NoDevice(), on_event=lambda event: None)
+    log, device = tmp_path / "log", NoDevice()
+    return run_isolated("fake_cell", {}, log=log, timeout_s=timeout_s, device=device, on_event=lambda event: None, starter=starter)
+
+
+STARTERS = [
+    (("env", "ASKED=1"), "os.environ['ASKED'] == '1'"),
+    pytest.param(
+        ("numactl", "--cpunodebind=0", "--preferred=0"),
+        "'prefer' in open('/proc/self/numa_maps').readline()",
+        marks=pytest.mark.skipif(shutil.which("numactl") is None, reason="numactl is not installed"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("starter", "seen"), STARTERS)
+def test_a_cell_can_be_started_through_another_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starter: tuple[str, ...], seen: str
+) -> None:
+    body = f"os.write(fd, b'{{\"event\": \"done\"}}\\n' if {seen} else b'')"
+    assert isolated(tmp_path, monkeypatch, body, starter=starter).status == "ok"
+    assert isolated(tmp_path, monkeypatch, body, starter=("env", "ASKED=0")).status == "error"
 
 
 @pytest.mark.parametrize(

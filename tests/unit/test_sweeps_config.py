@@ -117,6 +117,7 @@ def test_comparison_key_spans_systems_of_one_dtype() -> None:
         ("measure.stop_below=-1", "measure.stop_below: got -1.0, allowed >= 0"),
         ("+system.num_micro_batches=3", "system.num_micro_batches: got 3, allowed a divisor of shape.batch_size (2)"),
         ("+system.omp_num_threads=-1", "system.omp_num_threads: got -1, allowed >= 0"),
+        ("+system.numactl=1", "system.numactl: got 1, allowed a value of type str"),
     ],
 )
 def test_invalid_values_name_their_path(override: str, message: str) -> None:
@@ -132,6 +133,20 @@ def test_a_system_may_cut_the_step_and_count_its_threads_by_itself() -> None:
     assert "num_micro_batches" not in cell.options
     assert comparison_key(cell.config) == comparison_key(composed("shape.batch_size=4").config)  # the same step of the same batch
     assert environment.cell_variables(3)["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize("installed", ["/usr/bin/numactl", None])
+def test_numactl_is_asked_for_by_its_arguments(monkeypatch: pytest.MonkeyPatch, installed: str | None) -> None:
+    monkeypatch.setattr("sweeps.config.shutil.which", lambda name: installed)
+    override = "+system.numactl='--cpunodebind=0 --preferred=0'"
+    if installed:
+        cell = composed(override)
+        assert cell.numactl == ["--cpunodebind=0", "--preferred=0"]
+        assert "numactl" not in cell.options
+        assert cell.hash != composed().hash
+    else:
+        with pytest.raises(ValueError, match="allowed nothing where numactl is not installed; install it or leave it out"):
+            composed(override)
 
 
 def plan_here(command: list[str], *, input: str, **_: object) -> subprocess.CompletedProcess[str]:
