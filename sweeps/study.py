@@ -7,6 +7,7 @@ row follows; a configuration that is refused leaves no file behind.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import shutil
 import subprocess
@@ -67,7 +68,10 @@ def _stands(row: Row | None) -> bool:
 
 
 def run_cell(cell: Cell, label: str) -> Row:
-    """The cell's row: the one it already has, or a new one from a fresh process. ValueError for an invalid config."""
+    """The cell's row: the one it already has, or a new one from a fresh process. ValueError for an invalid config.
+
+    Studies that share an output folder share cells: what one of them has measured is written again with the other's label.
+    """
     known = latest(cell.rows_path, cell.hash)
     if known is not None and _stands(known):
         speed = f"{known.tokens_per_s:,.0f} tokens/s" if known.tokens_per_s else known.reason
@@ -77,12 +81,8 @@ def run_cell(cell: Cell, label: str) -> Row:
             f"{label} {cell.system}: skipped, {cell.hash} is already {known.status} ({speed}; {known.started_at}, {commit})",
             flush=True,
         )
-        return known
-    sinks: list[Sink] = [
-        JsonlSink(cell.rows_path),
-        ConsoleSink(label),
-        wandb_sink(cell.rows_path, cell.logging.wandb, cell.logging.project),
-    ]
+        return known if _labelled(cell) else _relabelled(known, cell)
+    sinks: list[Sink] = [*_records(cell), ConsoleSink(label)]
     log = cell.output_dir / "logs" / f"{cell.system}-{cell.hash}.log"
     try:
         row = _measure(cell, log, sinks)
@@ -96,6 +96,25 @@ def run_cell(cell: Cell, label: str) -> Row:
         for sink in sinks:
             sink.close()
     return row
+
+
+def _records(cell: Cell) -> list[Sink]:
+    return [JsonlSink(cell.rows_path), wandb_sink(cell.rows_path, cell.logging.wandb, cell.logging.project)]
+
+
+def _labelled(cell: Cell) -> bool:
+    """Whether the cell has a row under its own study's name."""
+    return any(row.cell == cell.hash and row.experiment == cell.experiment for row in rows_of(cell.rows_path))
+
+
+def _relabelled(row: Row, cell: Cell) -> Row:
+    """`row`, of another study in the same folder, written as one of this study; when and how it was measured stays in it."""
+    taken = dataclasses.replace(row, experiment=cell.experiment)
+    for sink in _records(cell):
+        sink.row(taken)
+        sink.close()
+    print(f"  taken from the study {row.experiment}", flush=True)
+    return taken
 
 
 def _measure(cell: Cell, log: Path, sinks: Sequence[Sink]) -> Row:

@@ -113,6 +113,23 @@ def test_every_study_runs_on_the_cpu_from_its_cells_to_its_figure(
     assert capsys.readouterr().out.count(" x ") == len(cells)
 
 
+def test_studies_in_one_folder_share_their_cells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What one has measured another takes as it is, under its own name, once."""
+    monkeypatch.setattr(study, "run_isolated", in_this_process)
+    tail = ["model=tiny", *SMALL, f"output_dir={tmp_path}"]
+    first = cells_of("+ablation=checkpoint_interval", "system.checkpoint_interval=1", *tail)[0]
+    second = cells_of("+ablation=optimizer_overlap", "system.optimizer_overlap=true", "recipe.clip_norm=1.0", *tail)[0]
+    assert first.hash == second.hash
+    measured = study.run_cell(first, "[1]")
+    monkeypatch.setattr(study, "run_isolated", None)
+    taken = [study.run_cell(one, "[2]") for one in (second, second, first)]
+    assert [row.started_at for row in taken] == [measured.started_at] * 3
+    assert [row.experiment for row in study.rows_of(first.rows_path)] == ["checkpoint_interval", "optimizer_overlap"]
+    assert capsys.readouterr().out.count("taken from the study checkpoint_interval") == 1
+
+
 def test_an_axis_of_a_study_can_be_cut_down_on_the_command_line() -> None:
     cells = cells_of("+ablation=double_buffering", "system.depth=1,2", "system.streams=3", "model=tiny")
     assert [(cell.options["depth"], cell.options["streams"]) for cell in cells] == [(1, 3), (2, 3)]
