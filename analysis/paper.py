@@ -19,7 +19,7 @@ from analysis import load, style
 from analysis.compare import compare, interval_text
 from analysis.effects import STREAMS, setting_change
 from analysis.stats import Estimate
-from analysis.studies import Cell, cell_of, percent, studies, unablated
+from analysis.studies import Cell, cell_of, percent, stands_for, studies, unablated
 from analysis.tables import Sheet
 
 CSV = Path(__file__).with_name("paper.csv")
@@ -82,18 +82,18 @@ def cells_in(frame: pd.DataFrame) -> list[Cell]:
 
 
 def cells_for(claim: Claim, cells: list[Cell]) -> list[Cell]:
-    """The last cell of each system and preset that does what the claim says, measured ones first and fastest first.
+    """The fastest cell of each system and preset that does what the claim says, measured ones first and fastest first.
 
     A cell that was not measured counts where no other of its kind was: it says why.
     """
     if claim.metric not in ("tflops", "tokens_per_s") or claim.study in ("ablation", "accuracy", "width", "third_party"):
         return []
-    last: dict[tuple[str, str | None], Cell] = {}
+    best: dict[tuple[str, str | None], Cell] = {}
     for one in cells:
         key = one.standing.system, one.preset
-        if _same(claim, one) and (one.standing.measured or key not in last or not last[key].standing.measured):
-            last[key] = one
-    return sorted(last.values(), key=lambda one: -one.standing.speed.value if one.standing.measured and one.standing.speed else 0.0)
+        if _same(claim, one) and stands_for(one, best.get(key)):
+            best[key] = one
+    return sorted(best.values(), key=lambda one: -one.standing.speed.value if one.standing.measured and one.standing.speed else 0.0)
 
 
 def tflops(cell: Cell, formula: str) -> float:

@@ -168,6 +168,14 @@ def comparable(cell: Cell) -> bool:
     return cell.standing.measured and not cell.standing.differs
 
 
+def stands_for(cell: Cell, known: Cell | None) -> bool:
+    """Whether `cell` speaks for its system in place of `known`, an earlier one of the same work: each system at its best, so the
+    faster does, and one that was measured before any that was not."""
+    if known is None or not (cell.standing.measured or known.standing.measured):
+        return True
+    return (comparable(cell), _speed(cell)) > (comparable(known), _speed(known))
+
+
 def change(cell: Cell, base: Cell) -> Estimate | None:
     """Relative change of tokens/s from `base` to `cell` (-0.31 is 31% slower), with Welch's interval; None unless both may be
     compared."""

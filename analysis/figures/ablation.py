@@ -51,7 +51,9 @@ def heat_map(study: Study) -> Figure:
             place = wide.index(one.factors[columns]), tall.index(one.factors[rows])
             _square(axes, *place, one, study, losses.get(id(one)), top)
         _value_ticks(axes, study)
-        heading(drawn, study, "upper: tokens/s against the fastest, % ± half the 95% interval; lower: tokens/s")
+        told = any(gap.has_interval for one in study.cells if study.best and (gap := change(one, study.best)))
+        spread = "% ± half the 95% interval" if told else "% (too few windows for an interval)"
+        heading(drawn, study, f"upper: tokens/s against the fastest, {spread}; lower: tokens/s")
     return drawn
 
 

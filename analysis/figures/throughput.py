@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from analysis import style
-from analysis.studies import Cell, cell_of, unablated, variants
+from analysis.studies import Cell, cell_of, stands_for, unablated, variants
 
 Held = tuple[Any, ...]
 
@@ -145,14 +145,14 @@ def panel_cells(cells: list[Cell], scale: Scale) -> list[Cell]:
 
 
 def series_of(cells: list[Cell], scale: Scale, looks: dict[tuple[str, str | None], int]) -> list[Series]:
-    """Lines in the order of the style; where one was measured more than once at a place, the last measurement counts."""
+    """Lines in the order of the style; where one was measured more than once at a place, the fastest measurement counts."""
     found: dict[tuple[str, str | None], Series] = {}
     for one in cells:
         key, value = (one.standing.system, one.preset), scale.value(one)
         assert value is not None
         label = f"{style.name_of(one.standing.system)}{f' {one.preset}' if one.preset else ''}"
         mine = found.setdefault(key, Series(label=label, system=one.standing.system, variant=looks[key], points={}))
-        if value not in mine.points or one.standing.measured or not mine.points[value].standing.measured:
+        if stands_for(one, mine.points.get(value)):
             mine.points[value] = one
     order = list(style.SYSTEMS)
     ordered = sorted(found.values(), key=lambda one: (order.index(one.system) if one.system in order else len(order), one.variant))

@@ -83,9 +83,13 @@ def test_throughput_has_a_panel_for_each_thing_that_varies() -> None:
     assert [context.xaxis.get_major_formatter()(value) for value in (1024, 32768)] == ["1K", "32K"]
 
 
-def test_throughput_takes_the_last_measurement_and_no_ablations() -> None:
+def test_throughput_takes_the_fastest_measurement_and_no_ablations() -> None:
+    """Whatever was measured last: a slower host, a setting that did not help, a cell that found no room."""
     old = scaled(2, 1024, 9.0, started_at="2026-11-01T00:00:00Z", git_commit="old")
-    rows = [scaled(2, 1024, 1.0), scaled(8, 1024, 2.0), old]
+    new = scaled(2, 1024, 1.5, started_at="2026-12-01T00:00:00Z", git_commit="new")
+    refused = scaled(2, 1024, 1.0, started_at="2026-12-02T00:00:00Z", status="wont_fit")
+    wrong = scaled(2, 1024, 0.5, started_at="2026-12-03T00:00:00Z", agrees=False)
+    rows = [scaled(2, 1024, 1.0), scaled(8, 1024, 2.0), old, new, refused, wrong]
     axes = figure_of(throughput, [*rows, *grid_rows()]).axes[0]
     assert points(lines(axes)["MegaTrain"]) == [(2, pytest.approx(2048)), (8, pytest.approx(4096))]
     assert set(lines(axes)) == {"MegaTrain"}
