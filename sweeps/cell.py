@@ -54,12 +54,15 @@ def fits(plan: Any, model: str, device: str, had: Mapping[str, Any]) -> str | No
     return None
 
 
-def plan_event(system: Any, cell: Cell) -> tuple[Any, dict[str, Any]]:
-    """(plan, fields of the event `plan`) of a system that is built; allocates nothing."""
+def outlook(system: Any, cell: Cell) -> tuple[list[dict[str, Any]], str | None]:
+    """What a system that is built expects of itself, as events (`plan`; `predicted` where the cost model knows it), and why it
+    has no room, if it has none. Nothing stays allocated."""
     from baselines.model import config_of, count_params
+    from engine import MegaTrain
 
     plan, model, num_params = system.plan(), cell.model, count_params(cell.model).total
-    return plan, {
+    planned = {
+        "event": "plan",
         "plan": {"device": dict(plan.device), "host": dict(plan.host)},
         "dtypes": system.dtypes(),
         "caveat": getattr(system, "caveat", None),
@@ -67,6 +70,12 @@ def plan_event(system: Any, cell: Cell) -> tuple[Any, dict[str, Any]]:
         "flops_per_token": flops.per_token(config_of(model), num_params, cell.shape.seq_len),
         "tokens_per_step": cell.shape.num_tokens,
     }
+    told = [planned]
+    if cell.machine.device == "cuda" and cell.dtype == "bfloat16" and isinstance(system, MegaTrain):  # rates are those of bf16
+        rates, placement = dataclasses.asdict(system.rates), system.placement
+        prediction = {"step_s": system.predict().step_s, "rates": rates, "placement": placement}
+        told.append({"event": "predicted", "prediction": prediction})  # of a cell without room too: figures draw it as what it is
+    return told, fits(plan, model.name, cell.machine.device, environment.machine(cell.machine, None))
 
 
 def cap_device_memory(num_bytes: int) -> None:
@@ -87,7 +96,6 @@ def work(cell: Cell, emit: Emitter) -> None:
 
     from baselines.model import initial_weights
     from baselines.system import build
-    from engine import MegaTrain
     from sweeps import bench, data
 
     spec = cell.spec()
@@ -95,17 +103,13 @@ def work(cell: Cell, emit: Emitter) -> None:
         cap_device_memory(cell.machine.device_bytes)
     try:
         system = build(cell.system, spec)
-        plan, told = plan_event(system, cell)
+        told, refusal = outlook(system, cell)
         steps = data.batches(data.corpus_of(cell.data), cell.shape, cell.seed)
     except ValueError as error:
         emit("invalid", reason=" ".join(str(error).split()))
         return
-    emit("plan", **told)
-    if cell.machine.device == "cuda" and cell.dtype == "bfloat16" and isinstance(system, MegaTrain):  # rates are those of bf16
-        rates, placement = dataclasses.asdict(system.rates), system.placement
-        prediction = {"step_s": system.predict().step_s, "rates": rates, "placement": placement}
-        emit("predicted", prediction=prediction)  # of a cell without room too: figures draw it as what it is
-    refusal = fits(plan, cell.model.name, cell.machine.device, environment.machine(cell.machine, None))
+    for event in told:
+        emit(**event)
     if refusal:
         emit("failed", status="wont_fit", reason=refusal)
         return

@@ -1,10 +1,10 @@
-"""Every system of a sweep built once before the first cell runs, for what only a system can refuse: its options, its model;
-and its plan held against the machine, so that a cell without room costs no process of its own.
+"""Every cell of a sweep looked at before the first one runs: its system is built, to hear what it says to its options and its
+model; its plan is held against the machine, so that a cell without room costs no process of its own; its step is predicted.
 
-Invariant: in a process of its own, so the parent imports no measured library; nothing is allocated. A ValueError ends the
+Invariant: in a process of its own, so the parent imports no measured library; nothing stays allocated. A ValueError ends the
 sweep, a plan that does not fit is the cell's outcome; whatever else a system raises here is left for its cell.
 
-    python -m sweeps.check --events-fd FD < {"cells": [config, ...]}     (started by `refuse`)
+    python -m sweeps.check --events-fd FD < {"cells": [config, ...]}     (started by `survey`)
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,18 +23,31 @@ from typing import Any
 import torch
 
 from baselines.system import build
+from engine import Machine
 from sweeps import environment
-from sweeps.cell import Emitter, fits, plan_event
+from sweeps.cell import Emitter, outlook
 from sweeps.config import Cell, cell_from
 from sweeps.isolate import Outcome, guarded, run_isolated
 from sweeps.memory import NoDevice
 from sweeps.result import configuration
 
 TIMEOUT_S = 120.0
+PREDICTION_S = 30.0
+"""No prediction begins later than that; a step without one is of unknown length."""
 
 
-def refuse(cells: Sequence[Cell]) -> dict[str, Outcome]:
-    """What becomes of those of `cells` that have no room, by hash. ValueError, one line, for the first that its system refuses."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Survey:
+    """What is known of cells before they run, by hash."""
+
+    refused: dict[str, Outcome] = dataclasses.field(default_factory=dict)
+    """What becomes of those without room."""
+    step_s: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds a step of those that the cost model knows, the engine in bf16 on a GPU; 0 without room."""
+
+
+def survey(cells: Sequence[Cell]) -> Survey:
+    """Look at `cells`. ValueError, one line, for the first that its system refuses."""
     alike: dict[str, list[Cell]] = {}  # repeats are asked about once
     for cell in cells:
         alike.setdefault(configuration(cell.config), []).append(cell)
@@ -45,49 +59,56 @@ def refuse(cells: Sequence[Cell]) -> dict[str, Outcome]:
         timeout_s=TIMEOUT_S,
         device=NoDevice(),
         on_event=lambda event: None,
+        env=environment.cell_variables(),
     )
-    refused = [event for event in told.events if event["event"] == "no_room"]
-    return {
-        cell.hash: Outcome(status="wont_fit", reason=event["reason"], events=[{"event": "plan", **event["plan"]}])
-        for event in refused
-        for cell in firsts[event["cell"]]
-    }
+    found = Survey()
+    for event in (event for event in told.events if event["event"] == "seen"):
+        for cell in firsts[event["cell"]]:
+            if event["refusal"]:
+                found.refused[cell.hash] = Outcome(status="wont_fit", reason=event["refusal"], events=event["told"])
+                found.step_s[cell.hash] = 0.0
+            elif event["step_s"]:
+                found.step_s[cell.hash] = event["step_s"]
+    return found
 
 
-def _build(cell: Cell, emit: Callable[..., None]) -> None:
+def look(cell: Cell, rates: dict[Any, Any], emit: Callable[..., None], *, predict: bool = True) -> None:
+    """Say what is known of one cell. rates: probed so far, by how host memory is held; `predict`=False leaves the engine on a
+    GPU, whose placement needs them, to its cell."""
     try:
-        build(cell.system, dataclasses.replace(cell.spec(), device=torch.device("cpu")))
-        told = no_room(cell)
+        spec = cell.spec()
+        build(cell.system, dataclasses.replace(spec, device=torch.device("cpu")))
+        if cell.system != "megatrain" or cell.machine.device == "cpu":
+            system = build(cell.system, spec)
+        elif predict and cell.dtype == "bfloat16":
+            from baselines import megatrain
+
+            pinned = cell.options.get("pinned")
+            machine = Machine(rates=rates.get(pinned), device_memory=spec.device_memory, host_memory=spec.host_memory)
+            system = engine = megatrain.build(spec, machine)
+            rates[pinned] = engine.rates
+        else:
+            return
+        told, refusal = outlook(system, cell)
     except ValueError as error:
         emit("invalid", reason=" ".join(str(error).split()))
         return
-    if told is not None:
-        emit("no_room", cell=cell.hash, plan=told[0], reason=told[1])
-
-
-def no_room(cell: Cell) -> tuple[dict[str, Any], str] | None:
-    """(plan event, reason) of a cell whose plan is larger than the machine; None where it fits or only its cell can say.
-
-    The engine on a GPU is left to its cell, which can probe the rates that placements and predictions need.
-    """
-    if cell.system == "megatrain" and cell.machine.device != "cpu":
-        return None
-    plan, told = plan_event(build(cell.system, cell.spec()), cell)
-    reason = fits(plan, cell.model.name, cell.machine.device, environment.machine(cell.machine, None))
-    return None if reason is None else (told, reason)
+    step_s = told[-1]["prediction"]["step_s"] if told[-1]["event"] == "predicted" else None
+    emit("seen", cell=cell.hash, told=told if refusal else [], refusal=refusal, step_s=step_s)
 
 
 def main() -> int:
     """Always 0: what is wrong leaves on the pipe."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--events-fd", type=int, required=True)
-    emit = Emitter(parser.parse_args().events_fd)
+    emit, rates, started = Emitter(parser.parse_args().events_fd), dict[Any, Any](), time.monotonic()
 
     def ignore(event: str, **fields: Any) -> None:
         """Not a ValueError: the cell will say it in its row."""
 
     for config in json.load(sys.stdin)["cells"]:
-        guarded(partial(_build, cell_from(config), emit), ignore)
+        predict = time.monotonic() - started < PREDICTION_S
+        guarded(partial(look, cell_from(config), rates, emit, predict=predict), ignore)
     return 0
 
 

@@ -2,33 +2,20 @@
 
 Invariant: seconds come from the engine's cost model (on a GPU) or from rows in the study's folder, and where neither knows
 the word is "unknown"; nothing that is said here reaches a row.
-
-    python -m sweeps.forecast --events-fd FD < {"cells": [config, ...]}     (started by `predict`)
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-from sweeps import environment, study
-from sweeps.cell import Emitter, fits
-from sweeps.config import Cell, cell_from
-from sweeps.isolate import guarded, run_isolated
-from sweeps.memory import NoDevice
+from sweeps import study
+from sweeps.config import Cell
 from sweeps.result import flat
 
-TIMEOUT_S = 30.0
-"""For all predictions of a study; what is not there by then is unknown."""
 HIDDEN = ("experiment", "output_dir", "logging")
 """Parts of a config that tell no cell of a study from another."""
 
@@ -99,11 +86,11 @@ class Forecast:
             print(f"{len(self.left)} of {len(self.cells)} cells left; time left: {self.remaining()}", flush=True)
 
 
-def announce(cells: Sequence[Cell]) -> Forecast:
-    """The forecast of a study, printed where it has more than one cell."""
+def announce(cells: Sequence[Cell], predicted: Mapping[str, float]) -> Forecast:
+    """The forecast of a study, printed where it has more than one cell; predicted: cell's hash -> seconds a step."""
     if len(cells) < 2:
         return Forecast([], {})
-    forecast = Forecast(cells, predict([cell for cell in cells if not _measured(cell)]))
+    forecast = Forecast(cells, predicted)
     print("\n".join(forecast.lines()), flush=True)
     return forecast
 
@@ -130,51 +117,3 @@ def settings(cells: Sequence[Cell]) -> list[str]:
 
 def _values(config: Mapping[str, Any], keys: Sequence[str]) -> str:
     return repr([config.get(key) for key in keys])
-
-
-def predict(cells: Sequence[Cell]) -> dict[str, float]:
-    """Cell's hash -> predicted seconds a step, 0 without room, of those that the cost model knows: the engine in bf16 on a GPU."""
-    known = [cell for cell in cells if cell.machine.device == "cuda" and cell.system == "megatrain" and cell.dtype == "bfloat16"]
-    if not known:
-        return {}
-    outcome = run_isolated(
-        "sweeps.forecast",
-        {"cells": [cell.config for cell in known]},
-        log=Path(os.devnull),
-        timeout_s=TIMEOUT_S,
-        device=NoDevice(),
-        on_event=lambda event: None,
-        env=environment.cell_variables(),
-    )
-    return {event["cell"]: event["step_s"] for event in outcome.events if event["event"] == "forecast"}
-
-
-def _predict(cell: Cell, rates: dict[Any, Any], emit: Callable[..., None]) -> None:
-    from baselines.megatrain import build
-    from engine import Machine
-
-    spec, pinned = cell.spec(), cell.options.get("pinned")
-    machine = Machine(rates=rates.get(pinned), device_memory=spec.device_memory, host_memory=spec.host_memory)
-    engine = build(spec, machine)
-    rates[pinned] = engine.rates  # probed for the first cell alone
-    refused = fits(engine.plan(), cell.model.name, cell.machine.device, environment.machine(cell.machine, None))
-    emit("forecast", cell=cell.hash, step_s=0.0 if refused else engine.predict().step_s)
-
-
-def main() -> int:
-    """Always 0: what can be predicted leaves on the pipe, the rest is unknown."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--events-fd", type=int, required=True)
-    emit = Emitter(parser.parse_args().events_fd)
-    rates: dict[Any, Any] = {}
-
-    def ignore(event: str, **fields: Any) -> None:
-        """The cell itself will say what is wrong with it."""
-
-    for config in json.load(sys.stdin)["cells"]:
-        guarded(partial(_predict, cell_from(config), rates, emit), ignore)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

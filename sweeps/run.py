@@ -170,9 +170,9 @@ def main() -> int:
     auto.register()
     try:
         command = command_of(sys.argv[1:])
-        study.check(command.cells or [])
+        predicted = study.check(command.cells or [])
         PLANNED[:] = command.cells or []
-        FORECAST = forecast.announce(PLANNED)
+        FORECAST = forecast.announce(PLANNED, predicted)
         sys.argv[1:] = command.argv
         if command.tune:
             study.run_cell(PLANNED[0], "default,")

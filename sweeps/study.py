@@ -19,7 +19,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from sweeps import auto, ceilings, environment
-from sweeps.check import refuse
+from sweeps.check import survey
 from sweeps.config import Cell, cell_from
 from sweeps.data import batches, corpus_of
 from sweeps.isolate import Event, Outcome, run_isolated
@@ -43,14 +43,18 @@ def compose_cell(cfg: DictConfig) -> Cell:
     return cell_from(plain)
 
 
-def check(cells: Sequence[Cell]) -> None:
-    """ValueError, one line, for a cell of a sweep that its system would refuse; a cell alone says so itself at once.
+def check(cells: Sequence[Cell]) -> dict[str, float]:
+    """Predicted seconds a step of the cells of a sweep that are not measured yet, by hash, as far as they are known.
 
-    Cells without room are found by the way, and cost no process later.
+    ValueError, one line, for a cell that its system would refuse; a cell alone says so itself at once. Cells without room are
+    found by the way, and cost no process later.
     """
     new = [cell for cell in cells if not _stands(latest(cell.rows_path, cell.hash))]
-    if len(cells) > 1 and new:
-        REFUSED.update(refuse(new))
+    if len(cells) < 2 or not new:
+        return {}
+    found = survey(new)
+    REFUSED.update(found.refused)
+    return found.step_s
 
 
 def rows_of(path: Path) -> list[Row]:

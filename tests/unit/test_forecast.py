@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sweeps import auto, forecast, run
+from sweeps import auto, check, forecast, run
 from sweeps.config import Cell, cell_from
 from sweeps.forecast import Forecast, announce, duration, settings
+from sweeps.isolate import Outcome
 from sweeps.result import Row
 from sweeps.sinks import JsonlSink
 from tests.models import H200
@@ -43,7 +43,7 @@ def test_rows_of_the_folder_predict_what_is_left(tmp_path: Path, capsys: pytest.
     cells = cells_of(f"output_dir={tmp_path}", "system=megatrain,fsdp2", "shape.batch_size=2,4")
     sink = JsonlSink(cells[0].rows_path)
     sink.row(row_of(cells[0], 10.0))
-    forecast = announce(cells)
+    forecast = announce(cells, {})
     assert capsys.readouterr().out.splitlines() == [
         "adhoc: 4 cells, 1 already measured; time left: about 60 s and 2 of unknown length, steps alone: starting up adds to it",
         "  system=megatrain shape.batch_size=2  measured",
@@ -78,7 +78,7 @@ def test_starting_up_counts_once_it_is_known(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_one_cell_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert announce(cells_of("system.depth=1")).cells == []
+    assert announce(cells_of("system.depth=1"), {}).cells == []
     assert capsys.readouterr().out == ""
 
 
@@ -92,12 +92,8 @@ def test_the_cost_model_predicts_the_engine_on_a_gpu(monkeypatch: pytest.MonkeyP
     """With the rates of conf/rates in place of probed ones, which need the GPU; the rates are probed once."""
     probed = []
     monkeypatch.setattr("engine.planner.measure", lambda *_, **__: probed.append(1) or H200)
-    told: dict[str, float] = {}
-
-    def emit(event: str, *, cell: str, step_s: float) -> None:
-        told[cell] = step_s
-
     memory: dict[Any, Any] = {}
+    seen: list[dict[str, Any]] = []
     overrides = [
         "model=qwen2.5-7b",
         "shape=b32x1024",
@@ -107,14 +103,20 @@ def test_the_cost_model_predicts_the_engine_on_a_gpu(monkeypatch: pytest.MonkeyP
     cells = []
     for cell in cells_of(*overrides):
         cells.append(cell_from({**cell.config, "machine": {**cell.config["machine"], "device": "cuda"}}))
-        forecast._predict(cells[-1], memory, emit)
+        check.look(cells[-1], memory, lambda event, **told: seen.append({"event": event, **told}))
     assert len(probed) == 1
-    assert told[cells[0].hash] == 0.0
-    assert 1 < told[cells[2].hash] < 10
-    lines = Forecast(cells, told).lines()
+    first, *_, last = seen
+    assert (first["cell"], last["cell"]) == (cells[0].hash, cells[2].hash)
+    assert [event["event"] for event in first["told"]] == ["plan", "predicted"]  # figures draw it as what it is
+    assert 1 < last["step_s"] < 10
+    assert last["refusal"] is None
+    monkeypatch.setattr(check, "run_isolated", lambda *_, **__: Outcome(events=seen))
+    found = check.survey(cells)
+    assert list(found.refused) == [cells[0].hash, cells[1].hash]
+    assert found.refused[cells[0].hash].last("predicted")["prediction"]["step_s"] > 1
+    lines = Forecast(cells, found.step_s).lines()
     assert lines[1].endswith("does not fit")
     assert "steps)" in lines[3]
-    assert forecast.predict([dataclasses.replace(cells[0], system="zero3")]) == {}
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(45.4, "45 s"), (119, "119 s"), (720, "12 min"), (12240, "3.4 h")])

@@ -4,6 +4,7 @@ import math
 import random
 import statistics
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -192,15 +193,20 @@ def test_two_repeats_have_no_interval() -> None:
 def test_what_has_no_room_on_a_gpu_is_known_without_one(system: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "device", lambda: "cuda")
     machine = ["machine.host_bytes=137438953472", "machine.device_bytes=150754820096"]
-    found = check.no_room(composed(f"system={system}", "model=qwen2.5-14b", "shape=b32x1024", *machine))
+    seen: list[dict[str, Any]] = []
+
+    def look(*overrides: str, predict: bool = True) -> dict[str, Any] | None:
+        check.look(composed(*overrides, "shape=b32x1024", *machine), {}, lambda event, **told: seen.append(told), predict=predict)
+        return seen.pop() if seen else None
+
+    found = look(f"system={system}", "model=qwen2.5-14b")
     assert found is not None
-    event, reason = found
-    assert f"bytes of {kind} memory, allowed" in reason
-    assert event["num_params"] == pytest.approx(14.77e9, rel=1e-3)
-    small = composed(f"system={system}", "model=qwen2.5-3b", "shape=b32x1024", *machine)
-    assert check.no_room(small) is None
-    engine = composed("system=megatrain", "model=qwen2.5-32b", "shape=b32x1024", *machine)
-    assert check.no_room(engine) is None  # its prediction needs the GPU's rates
+    assert f"bytes of {kind} memory, allowed" in found["refusal"]
+    assert found["told"][0]["num_params"] == pytest.approx(14.77e9, rel=1e-3)
+    small = look(f"system={system}", "model=qwen2.5-3b")
+    assert small is not None
+    assert (small["refusal"], small["told"], small["step_s"]) == (None, [], None)
+    assert look("system=megatrain", "model=qwen2.5-32b", predict=False) is None  # its placement needs the GPU's rates
 
 
 def test_committed_tables_are_as_they_were() -> None:
