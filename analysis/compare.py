@@ -7,13 +7,14 @@ ranked. Where no reference ran at all, speeds are ranked and the note says that 
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import pandas as pd
 
-from analysis import stats
+from analysis import stats, style
 from analysis.stats import Estimate
 from analysis.style import STATUS_LABELS, SYSTEMS
 from sweeps.result import LOSS_TOLERANCE, REFERENCE, STAND_IN
@@ -61,7 +62,11 @@ class Standing:
     ranked: bool = False
     best: bool = False
     variant: int = 0
-    """Place among the rows of the same system in this group, in the order shown: figures draw it by this."""
+    """Which look of its system it has in this group's figures (style.variants)."""
+    common_steps: int | None = None
+    """Steps that all measured rows of the group have losses of; None where all have the same number."""
+    compared_steps: int | None = None
+    """Steps whose losses were held against the reference's, where that is not all of them."""
 
     @property
     def measured(self) -> bool:
@@ -118,11 +123,17 @@ def compare(frame: pd.DataFrame) -> Comparison:
     best = _fastest([one for one in standings if one.ranked])
     standings = [replace(one, ratio=_ratio(one, baseline), best=one is best) for one in standings]
     standings = _numbered(standings)
+    lengths = {len(one.losses) for one in standings if one.measured}
+    if len(lengths) > 1:
+        standings = [replace(one, common_steps=min(lengths)) for one in standings]
     references = [one for one in standings if one.losses and one.stands_in] + [o for o in standings if o.losses and o.is_reference]
+    reference = references[-1] if references else None
+    if reference is not None:
+        standings = [_against(one, len(reference.losses)) for one in standings]
     return Comparison(
         standings=sorted(standings, key=_order),
         baseline=baseline,
-        reference=references[-1] if references else None,
+        reference=reference,
         on_gpu=bool(frame["gpu"].notna().any()),
         numerics_checked=checked,
     )
@@ -157,6 +168,7 @@ def notes(comparison: Comparison) -> list[str]:
         f"{one.label}: numerics differ from the reference{_by(one)}; not ranked" for one in comparison.standings if one.differs
     ]
     told += [f"{one.label}: {one.caveat}" for one in comparison.standings if one.measured and one.caveat]
+    told += [_prediction(one) for one in comparison.standings if one.measured and one.plan.get("window_step_s")]
     if not comparison.numerics_checked and comparison.ranked:
         told.append("No reference row: numerics were not checked.")
     told += [f"{one.label}: {one.reason}" for one in comparison.standings if one.num_repeats > 1 and one.reason]
@@ -177,6 +189,12 @@ def interval_text(estimate: Estimate) -> str:
         if estimate.has_interval
         else f"{text} (too few windows for an interval)"
     )
+
+
+def _prediction(standing: Standing) -> str:
+    measured, predicted = statistics.mean(standing.step_s), standing.plan["window_step_s"]
+    gap = f"{measured / predicted - 1:+.1%}".replace("-", "−")
+    return f"{standing.label}: {measured:.3g} s a step, {gap} of the {predicted:.3g} s that its cost model had predicted."
 
 
 def _by(standing: Standing) -> str:
@@ -212,13 +230,21 @@ def _order(standing: Standing) -> tuple[int, float, int]:
     return place, -standing.speed.value if standing.speed and standing.measured else 0.0, listed
 
 
+def _against(standing: Standing, num_steps: int) -> Standing:
+    """It, with the steps that were compared where some were not."""
+    return replace(standing, compared_steps=num_steps) if num_steps < len(standing.losses) else standing
+
+
 def _numbered(standings: list[Standing]) -> list[Standing]:
-    """The same order, each with its place among the rows of its system in the order in which they are shown."""
+    """The same order, each with the look that its preset has beside the others of its system, in the order shown."""
     shown = sorted(range(len(standings)), key=lambda index: _order(standings[index]))
     families: dict[str, list[int]] = {}
     for index in shown:
         families.setdefault(standings[index].system, []).append(index)
-    return [replace(one, variant=families[one.system].index(index)) for index, one in enumerate(standings)]
+    looks = {}
+    for system, family in families.items():
+        looks |= dict(zip(family, style.variants(system, [standings[index].preset for index in family]), strict=True))
+    return [replace(one, variant=looks[index]) for index, one in enumerate(standings)]
 
 
 def _pooled(repeats: list[Standing]) -> Standing:

@@ -41,6 +41,8 @@ def comparisons(frame: pd.DataFrame, folder: Path, name: str) -> list[Path]:
 def together(frame: pd.DataFrame, folder: Path) -> list[Path]:
     """What all rows say together: speed against size, batch and context on each machine, and the paper's claims; the paths."""
     written: list[Path] = []
+    for stale in (*folder.glob("throughput*.png"), *folder.glob("throughput*.pdf")):
+        stale.unlink()  # their number changes with the machines'
     machines = [rows for _, rows in load.latest(frame).groupby("machine_name", sort=False) if throughput.varies(rows)]
     for number, rows in enumerate(machines, 1):
         written += style.save(throughput.figure(rows), folder / ("throughput" if len(machines) == 1 else f"throughput-{number}"))

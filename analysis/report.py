@@ -89,6 +89,12 @@ def sections(frame: pd.DataFrame) -> list[Section]:
     return found
 
 
+def parted(frame: pd.DataFrame) -> list[Section]:
+    """`sections` of each JSONL file by itself, for two files are two runs and no ratio spans them; of all W&B runs together."""
+    files = frame["source"].where(frame["source"].str.endswith(".jsonl"), "")
+    return [part for _, rows in frame.groupby(files, sort=False) for part in sections(load.latest(rows))]
+
+
 def markdown(section: Section, image: str | None = None) -> str:
     """One section as Markdown: header, table, sentence, notes, and the figure if its file name is given."""
     title, machine, versions = header(section.frame)
@@ -123,7 +129,7 @@ def show(section: Section, console: Console) -> None:
 
 def write(frame: pd.DataFrame, folder: Path, name: str) -> list[Path]:
     """Write name.png and name.pdf (name-<section> where there are several), one name.md and one name.tex; return the paths."""
-    parts = sections(load.latest(frame))
+    parts = parted(frame)
     written: list[Path] = []
     texts = []
     for number, part in enumerate(parts, 1):
@@ -176,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     try:
         frame = load.load(*options.paths)
-        parts = sections(load.latest(frame))
+        parts = parted(frame)
         if options.readme:
             print("\n".join(f"{header(part.frame)[0]}\n\n{tables.as_markdown(part.sheet)}" for part in parts))
             return 0

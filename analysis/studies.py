@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import stats
+from analysis import stats, style
 from analysis.compare import BASELINE, Standing, standing_of
 from analysis.stats import Estimate
 from sweeps.result import REFERENCE, flat
@@ -153,14 +153,17 @@ def cell_of(record: Mapping[Hashable, Any]) -> Cell:
 
 
 def variants(cells: list[Cell]) -> dict[tuple[str, str | None], int]:
-    """(system, preset) -> its variant, the same in every panel: fast first, then as they come."""
+    """(system, preset) -> its variant, the same in every panel."""
     families: dict[str, list[str | None]] = {}
     for one in cells:
         presets = families.setdefault(one.standing.system, [])
         if one.preset not in presets:
             presets.append(one.preset)
-    fast_first = {system: sorted(presets, key=lambda preset: preset != "fast") for system, presets in families.items()}
-    return {(system, preset): place for system, presets in fast_first.items() for place, preset in enumerate(presets)}
+    return {
+        (system, preset): variant
+        for system, presets in families.items()
+        for preset, variant in zip(presets, style.variants(system, presets), strict=True)
+    }
 
 
 def comparable(cell: Cell) -> bool:

@@ -9,6 +9,8 @@ apart in grey and for every colour vision; what was not measured here is hollow 
 from __future__ import annotations
 
 import io
+import itertools
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -100,6 +102,13 @@ SYSTEMS: dict[str, Look] = {
 """Every system by its registry name, in the order in which it is listed when nothing else decides."""
 
 
+PRESETS: dict[str, tuple[str | None, ...]] = {
+    "megatrain": ("fast", "stream", "stream compiled", "paper"),
+    "zero3": (None, "compiled", "optimizer", "optimizer compiled", "twinflow", "twinflow compiled"),
+}
+"""The presets (load.shown_preset) that have a variant of their own wherever they are drawn beside others of their system."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fill:
     """How one kind of work is named and filled on a timeline."""
@@ -167,6 +176,18 @@ def look(system: str, variant: int = 0) -> Look:
         return own
     lighter = tint(own.color, max(0.25, 0.7 * 0.75 ** (variant - 1)))
     return replace(own, color=lighter, hatch=own.hatch * 2, line=LINES[variant % len(LINES)], fill=FILLS[variant % len(FILLS)])
+
+
+def variants(system: str, presets: Sequence[str | None]) -> list[int]:
+    """The variant of each row of one system in a figure: that of its preset, the next free one where there is none or it is taken;
+    a system's only row has the system's own look."""
+    if len(presets) == 1:
+        return [0]
+    known = PRESETS.get(system, (None,))
+    own = {preset: known.index(preset) for preset in presets if preset in known}
+    taken = set(own.values())
+    free = (number for number in itertools.count() if number not in taken)
+    return [own.pop(preset) if preset in own else next(free) for preset in presets]
 
 
 def name_of(system: str) -> str:

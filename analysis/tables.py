@@ -7,7 +7,7 @@ terminal table is never wrapped: it drops whole columns, least needed first, unt
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rich import box
 from rich.console import Console
@@ -76,7 +76,17 @@ def _repeated(standing: Standing) -> str | None:
 def _agrees(standing: Standing) -> str | None:
     if standing.is_reference or standing.stands_in:
         return "reference" if standing.losses else None
-    return None if standing.agrees is None else "yes" if standing.agrees else "differs"
+    if standing.agrees is None:
+        return None
+    steps = f" ({standing.compared_steps} steps)" if standing.compared_steps else ""
+    return f"yes{steps}" if standing.agrees else "differs"
+
+
+def _last_loss(standing: Standing) -> str | None:
+    """Of the last step, or of the last that all rows have: losses of unlike steps are not to be put side by side."""
+    if standing.common_steps is None:
+        return _number(standing.final_loss, ".4f")
+    return _number(standing.losses[standing.common_steps - 1], ".4f") if len(standing.losses) >= standing.common_steps else None
 
 
 def _gap(standing: Standing) -> str | None:
@@ -87,12 +97,13 @@ def _system(standing: Standing) -> str:
     return f"{BEST_MARK} {standing.label}" if standing.best else standing.label
 
 
+RATIO, LAST_LOSS = "ratio to\n", "final\nloss"
 COLUMNS: tuple[Column, ...] = (
     Column(title="system", cell=_system),
     Column(title="tokens/s", cell=_speed),
     Column(title="tokens/s\n95% interval", cell=_repeated, drop=1),
     Column(title="repeats", cell=lambda one: str(one.num_repeats) if one.num_repeats > 1 else None, drop=8),
-    Column(title=f"ratio to\n{name_of(BASELINE)}", cell=lambda one: _ratio(one.ratio)),
+    Column(title=RATIO, cell=lambda one: _ratio(one.ratio)),
     Column(title="95%\ninterval", cell=lambda one: _interval(one.ratio, ".2f"), drop=2),
     Column(title="TFLOPS\n6P", cell=_tflops, drop=4),
     Column(title="MFU", cell=lambda one: _number(one.mfu, ".1%"), drop=5),
@@ -100,15 +111,19 @@ COLUMNS: tuple[Column, ...] = (
     Column(title="device\nGB", cell=lambda one: _gigabytes(one.device_bytes), drop=10),
     Column(title="host\nGB", cell=_host, drop=9),
     Column(title="host\nB/param", cell=lambda one: _number(one.host_bytes_per_param, ".1f") if one.measured else None, drop=3),
-    Column(title="final\nloss", cell=lambda one: _number(one.final_loss, ".4f"), drop=7),
+    Column(title=LAST_LOSS, cell=_last_loss, drop=7),
     Column(title="max\n|Δloss|", cell=_gap, drop=6),
     Column(title="agrees", cell=_agrees),
 )
 
 
 def columns(comparison: Comparison) -> list[Column]:
-    """The columns that hold anything for these rows (MFU needs a measured peak, device memory a device)."""
-    return [column for column in COLUMNS if any(column.cell(standing) for standing in comparison.standings)]
+    """The columns that hold anything for these rows (MFU needs a measured peak, device memory a device), titled for them."""
+    held = [column for column in COLUMNS if any(column.cell(standing) for standing in comparison.standings)]
+    steps = next((one.common_steps for one in comparison.standings), None)
+    titles = {RATIO: RATIO + (comparison.baseline.label if comparison.baseline else name_of(BASELINE))}
+    titles |= {LAST_LOSS: f"loss at\nstep {steps}"} if steps else {}
+    return [replace(column, title=titles.get(column.title, column.title)) for column in held]
 
 
 def cells(comparison: Comparison, shown: Sequence[Column] | None = None) -> list[list[str]]:

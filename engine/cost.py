@@ -6,6 +6,7 @@ Invariant: nothing here knows an order; `timeline` puts the seconds on the lanes
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -89,8 +90,8 @@ def _probe(device: torch.device, num_threads: int, pinned: bool) -> Rates:
     state = BlockState(weight=weight, extra=extra, exp_avg=moments[0], exp_avg_sq=moments[1])
     optimizer = AdamW(Recipe(), num_threads=num_threads)
 
-    def updated(update: Callable[..., None]) -> float:
-        return PROBE_NUMEL / _fastest(lambda: update(state, gradient, step=0, scale=1.0))
+    def updated(update: Callable[..., None]) -> float:  # not the fastest: what it does beside others' work is what counts
+        return PROBE_NUMEL / statistics.median(_times(lambda: update(state, gradient, step=0, scale=1.0), 9))
 
     return Rates(
         matmul_flops=2 * PROBE_SIZE**3 / synchronized(lambda: torch.matmul(a, a)),
@@ -104,12 +105,18 @@ def _probe(device: torch.device, num_threads: int, pinned: bool) -> Rates:
 
 
 def _fastest(work: Callable[[], object]) -> float:
+    return min(_times(work, 3))
+
+
+def _times(work: Callable[[], object], repeats: int) -> list[float]:
+    """Seconds of each of so many repeats, after a first one that does not count."""
+    work()
     times = []
-    for _ in range(4):
+    for _ in range(repeats):
         started = time.perf_counter()
         work()
         times.append(time.perf_counter() - started)
-    return min(times[1:])
+    return times
 
 
 @dataclass(frozen=True, kw_only=True)

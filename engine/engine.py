@@ -117,6 +117,10 @@ class MegaTrain:
         """One steady step as the schedule and the machine's rates (`rates`) have it; allocates nothing that stays."""
         return self._planner.predict(self.pipeline)
 
+    def predict_window(self, num_steps: int) -> float:
+        """Seconds that `num_steps` steps take from one `drain` to the next, by the same means."""
+        return self._planner.predict_window(self.pipeline, num_steps)
+
     @property
     def rates(self) -> Rates:
         """What the machine does in a second, as given or probed."""

@@ -22,7 +22,7 @@ from engine.layout import Layout
 from engine.pipeline import Pipeline
 from engine.plan import Plan, Widths, device_bytes, offloaded_bytes
 from engine.schedule import Op, build
-from engine.timeline import Timeline, simulate
+from engine.timeline import Timeline, simulate, window_s
 
 HOST_OVERHEAD = 2 * 10**9
 """Bytes of host memory that a process with torch and a CUDA context holds before any model."""
@@ -93,6 +93,10 @@ class Planner:
     def predict(self, p: Pipeline) -> Timeline:
         """One steady step, simulated."""
         return simulate(build(p), self._cost(p).seconds)
+
+    def predict_window(self, p: Pipeline, num_steps: int) -> float:
+        """Seconds of `num_steps` steps between two drains, simulated."""
+        return window_s(build(p), self._cost(p).seconds, num_steps)
 
     def _cost(self, p: Pipeline) -> Cost:
         return Cost(

@@ -55,10 +55,19 @@ def label_of(op: Op) -> str:
 
 def simulate(ops: Sequence[Op], seconds: Callable[[Op], float]) -> Timeline:
     """The steady step of a schedule whose operations take `seconds`: each starts when its lane and its waits are done."""
+    return last_step(_run(ops, seconds, ROUNDS))
+
+
+def window_s(ops: Sequence[Op], seconds: Callable[[Op], float], num_steps: int) -> float:
+    """Seconds of so many steps from one drain to the next: the first waits for no update, the last one's are waited for."""
+    return max(interval.end_s for interval in _run(ops, seconds, num_steps))
+
+
+def _run(ops: Sequence[Op], seconds: Callable[[Op], float], num_steps: int) -> list[Interval]:
     durations, free = [seconds(op) for op in ops], dict.fromkeys((op.lane for op in ops), 0.0)
     found: list[Interval] = []
     before: list[float] = []
-    for _ in range(ROUNDS):
+    for _ in range(num_steps):
         ends: list[float] = []
         for op, duration in zip(ops, durations, strict=True):
             awaited = [(ends if offset == 0 else before)[index] for offset, index in op.waits if offset == 0 or before]
@@ -67,7 +76,7 @@ def simulate(ops: Sequence[Op], seconds: Callable[[Op], float]) -> Timeline:
             ends.append(start + duration)
             found.append(Interval(lane=op.lane, label=label_of(op), start_s=start, end_s=start + duration))
         before = ends
-    return last_step(found)
+    return found
 
 
 def last_step(intervals: Sequence[Interval]) -> Timeline:

@@ -73,7 +73,9 @@ def outlook(system: Any, cell: Cell) -> tuple[list[dict[str, Any]], str | None]:
     told = [planned]
     if cell.machine.device == "cuda" and cell.dtype == "bfloat16" and isinstance(system, MegaTrain):  # rates are those of bf16
         rates, placement = dataclasses.asdict(system.rates), system.placement
-        prediction = {"step_s": system.predict().step_s, "rates": rates, "placement": placement}
+        num_steps = cell.measure.steps_per_window
+        seconds = {"step_s": system.predict().step_s, "window_step_s": system.predict_window(num_steps) / num_steps}
+        prediction = {**seconds, "rates": rates, "placement": placement}
         told.append({"event": "predicted", "prediction": prediction})  # of a cell without room too: figures draw it as what it is
     return told, fits(plan, model.name, cell.machine.device, environment.machine(cell.machine, None))
 

@@ -89,7 +89,8 @@ class Row:
     """peak_host_bytes by what it is for (`host_split`), of a measured cell; empty in older rows."""
     plan: dict[str, Any] = field(default_factory=dict)
     """{"device": {kind: bytes}, "host": {kind: bytes}} as predicted before the run; where a system predicts its step,
-    also step_s and what it follows from: rates (a second) and placement (numbers of blocks and layers)."""
+    also step_s (steady), window_step_s (as the windows measure it, drains included) and what they follow from: rates (a second)
+    and placement (numbers of blocks and layers)."""
     counters: dict[str, float] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
     """gpu, num_gpus, device_bytes, cpu, num_cores, host_bytes, matrix_peak_tflops, datasheet_tflops."""

@@ -98,14 +98,16 @@ def _claims(axes: Axes, system: str, said: Sequence[Claim], place: Callable[[Cla
     looks = style.claimed_point(system) | {"markersize": 3.8}
     known = [one for one in said if one.value is not None]
     if known:
-        name = f"{style.name_of(system)}, paper"
+        name = f"the paper's {style.name_of(system)}"
         axes.plot([place(one) for one in known], [one.value or 0.0 for one in known], label=name, **looks)
     for one in known:
         if one.flag:
             axes.annotate("†", (place(one), one.value or 0.0), (0, 3), textcoords="offset points", ha="center", fontsize=6.5)
     for one in said:
         if one.oom:
-            style.crossed(axes, place(one), crossed_at, looks | {"label": f"{style.name_of(system)}, paper"}, status="oom_device")
+            style.crossed(
+                axes, place(one), crossed_at, looks | {"label": f"the paper's {style.name_of(system)}"}, status="oom_device"
+            )
 
 
 def ablation_panel(axes: Axes, told: Sequence[Claim], groups: Sequence[Study]) -> None:
@@ -123,7 +125,7 @@ def ablation_panel(axes: Axes, told: Sequence[Claim], groups: Sequence[Study]) -
     low, high = axes.dataLim.intervalx
     axes.set_xlim(min(1.8 * low, -10), max(2.0, 1.3 * high))
     axes.tick_params(axis="y", length=0)
-    axes.set_title("Ablation: 14B (paper)")
+    axes.set_title("Ablation (the paper's: 14B)")
     axes.set_xlabel("change of throughput, %")
     style.value_grid(axes, "x")
 
@@ -158,5 +160,5 @@ def _legend(panels: Sequence[Axes]) -> list[Line2D]:
             label = str(line.get_label())
             if not label.startswith("_"):
                 found.setdefault(label, line)
-    crossed = Line2D([], [], color=style.ALARM, marker="x", markersize=4, linestyle="", label="OOM, paper")
+    crossed = Line2D([], [], color=style.ALARM, marker="x", markersize=4, linestyle="", label="OOM in the paper")
     return [*found.values(), crossed]

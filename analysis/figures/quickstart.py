@@ -21,7 +21,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
 from analysis import style
-from analysis.compare import BASELINE, Comparison, Standing, compare
+from analysis.compare import Comparison, Standing, compare
 from analysis.stats import Estimate
 from analysis.style import look
 from sweeps.result import LOSS_TOLERANCE
@@ -138,7 +138,7 @@ def throughput_panel(axes: Axes, comparison: Comparison) -> None:
         axes.annotate(text, end, (4, 4 if one.differs else 0), textcoords="offset points", va="center", weight=weight)
         if one.differs:
             axes.annotate("numerics differ", end, (4, -4), textcoords="offset points", va="center", fontsize=6, color=style.ALARM)
-    axes.set_title(f"Throughput (× {look(BASELINE).name})" if comparison.baseline else "Throughput")
+    axes.set_title(f"Throughput (× {comparison.baseline.label})" if comparison.baseline else "Throughput")
     axes.set_xlabel("tokens / s (95% interval)" if _any_interval(standings) else "tokens / s")
     axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if top > 5 else f"{value:g}"))

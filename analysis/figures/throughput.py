@@ -120,7 +120,8 @@ def figure(frame: pd.DataFrame, only: str | None = None) -> Figure:
         columns = 2 if width == style.COLUMN_IN else 5
         series_first = sorted(handles.values(), key=lambda handle: handle.get_color() in (style.ALARM, style.MUTED))
         drawn.legend(handles=series_first, loc="outside lower center", ncols=columns, columnspacing=1.0)
-        drawn.suptitle(machines[0], x=0.01, ha="left", fontsize=6.5, color=style.MUTED)
+        told = f"{machines[0]} (the fastest row of each system at each place; hosts of a kind differ)"
+        drawn.suptitle(told, x=0.01, ha="left", fontsize=6.5, color=style.MUTED)
     return drawn
 
 
@@ -209,7 +210,11 @@ def _series(axes: Axes, series: Series, scale: Scale, crossed_at: float) -> Line
     told = [(value, one, found) for value, one in series.points.items() if (found := height(one, scale))]
     measured = [(value, found) for value, one, found in told if one.standing.measured]
     guessed = [(value, found[0]) for value, one, found in told if not one.standing.measured]
-    looks = style.curve(series.system, series.variant) | {"markersize": 3.8}
+    # Variants below and a little larger: two that coincide are both seen.
+    looks = style.curve(series.system, series.variant) | {
+        "markersize": 5.2 if series.variant else 3.8,
+        "zorder": 2 if series.variant else 2.5,
+    }
     if measured:
         axes.plot([value for value, _ in measured], [found[0] for _, found in measured], label=series.label, **looks)
     for value, (middle, lo, hi) in measured:

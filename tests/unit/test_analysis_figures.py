@@ -166,6 +166,24 @@ def test_the_legend_covers_no_curve(rows: list[Row], tmp_path: Path) -> None:
     assert not any(box.overlaps(text.get_window_extent()) for text in axes.texts)
 
 
+@pytest.mark.parametrize(
+    ("system", "presets", "expected"),
+    [
+        ("megatrain", ["stream"], [0]),
+        ("megatrain", ["stream", "fast"], [1, 0]),
+        ("megatrain", ["paper", "0_paper", "fast", "1_overlap"], [3, 1, 0, 2]),
+        ("megatrain", ["fast", "fast", "stream"], [0, 2, 1]),
+        ("zero3", ["compiled", None], [1, 0]),
+        ("fsdp2", [None, "compiled"], [0, 1]),
+        ("fsdp2", [None, None], [0, 1]),
+    ],
+)
+def test_a_preset_has_its_look_wherever_it_stands_beside_others(
+    system: str, presets: list[str | None], expected: list[int]
+) -> None:
+    assert style.variants(system, presets) == expected
+
+
 def test_variants_of_one_system_are_told_apart() -> None:
     looks = [style.look("megatrain", variant) for variant in range(4)]
     assert looks[0] == style.SYSTEMS["megatrain"]
@@ -175,13 +193,15 @@ def test_variants_of_one_system_are_told_apart() -> None:
         assert (first.line, first.fill) != (second.line, second.fill)
     axes = quickstart.figure(load.from_rows(many_rows())).axes
     curves = [line for line in axes[2].lines if str(line.get_label()).startswith("MegaTrain")]
-    assert [(line.get_linestyle(), line.get_fillstyle()) for line in curves] == [("-", "full"), ("-.", "left"), ("--", "bottom")]
-    assert [line._unscaled_dash_pattern[1] for line in curves][2] == (7, 1.2), "longer dashes than a prediction's"  # type: ignore[attr-defined]
-    assert len({str(line.get_color()) for line in curves}) == 3
+    assert [str(line.get_label()) for line in curves] == ["MegaTrain paper", "MegaTrain stream", "MegaTrain fast"]
+    assert [(line.get_linestyle(), line.get_fillstyle()) for line in curves] == [("--", "full"), ("-.", "left"), ("-", "full")]
+    dashes = curves[0]._unscaled_dash_pattern[1]  # type: ignore[attr-defined]
+    assert dashes[0] == 7, "longer than a prediction's"
+    assert [str(line.get_color()) for line in curves] == [style.look("megatrain", variant).color for variant in (3, 1, 0)]
     faces = [to_hex(patch.get_facecolor()) for patch in axes[0].patches]
     hatches = [patch.get_hatch() for patch in axes[0].patches]
-    assert faces == [style.look("megatrain", variant).color for variant in range(3)] + [style.SYSTEMS["zero3"].color]
-    assert hatches[:2] == ["///", "//////"]
+    assert faces == [style.look("megatrain", variant).color for variant in (3, 1, 0)] + [style.SYSTEMS["zero3"].color]
+    assert hatches[1:3] == ["//////", "///"]
 
 
 def test_what_was_not_measured_is_hollow_dashed_or_dotted() -> None:

@@ -160,11 +160,11 @@ def test_figure_sets_claims_apart_from_measurements() -> None:
         "tokens a sequence",
         "layers",
     ]
-    said, oom = marked(headline, "ZeRO-3, paper")
+    said, oom = marked(headline, "the paper's ZeRO-3")
     assert said == [(7.6, 232), (14.8, 143)]
     assert oom[0][0] == 32.8
     assert marked(headline, "ZeRO-3") == [[(14.8, pytest.approx(6 * 14_770_033_664 * 32768 / 9 / 1e12, rel=1e-3))]]
-    claimed = next(one for one in headline.lines if one.get_label() == "MegaTrain, paper")
+    claimed = next(one for one in headline.lines if one.get_label() == "the paper's MegaTrain")
     assert (claimed.get_linestyle(), to_hex(str(claimed.get_markerfacecolor()))) == (":", "#ffffff")
     assert words(headline).count("†") == 2
     assert words(context).count("†") == 4
@@ -177,8 +177,8 @@ def test_figure_sets_claims_apart_from_measurements() -> None:
     assert "GH200" in figure.get_suptitle()
     assert "NVIDIA H200" in figure.get_suptitle()
     names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert names[-1] == "OOM, paper"
-    assert {"MegaTrain, paper", "MegaTrain fast", "in memory, paper"} <= set(names)
+    assert names[-1] == "OOM in the paper"
+    assert {"the paper's MegaTrain", "MegaTrain fast", "the paper's in memory"} <= set(names)
 
 
 def test_a_panel_without_measurements_says_so() -> None:

@@ -1,5 +1,6 @@
 """What is put into free device memory: costs of operations, the simulated step, and the choice against brute force."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from engine.pipeline import Pipeline
 from engine.placement import AUTO, EQUAL, choose
 from engine.plan import Widths
 from engine.schedule import Op, build
-from engine.timeline import Interval, last_step, simulate
+from engine.timeline import Interval, last_step, simulate, window_s
 
 NUMEL, TOKENS = 1 << 20, 100
 WIDTHS = Widths(hidden=1, inner=1, queries=0, keys=0, vocab=1, heads=1)
@@ -34,8 +35,8 @@ def layouts(num_layers: int = 8) -> list[Layout]:
     return [pack([("weight", torch.Size((NUMEL,)))]) for _ in range(num_layers + 2)]
 
 
-def step_s(pipeline: Pipeline, rates: Rates = RATES, *, compiled: bool = False) -> float:
-    cost = Cost(
+def cost_of(pipeline: Pipeline, rates: Rates = RATES, *, compiled: bool = False) -> Cost:
+    return Cost(
         pipeline=pipeline,
         layouts=layouts(pipeline.num_layers),
         widths=WIDTHS,
@@ -46,7 +47,10 @@ def step_s(pipeline: Pipeline, rates: Rates = RATES, *, compiled: bool = False) 
         compiled=compiled,
         rates=rates,
     )
-    return simulate(build(pipeline), cost.seconds).step_s
+
+
+def step_s(pipeline: Pipeline, rates: Rates = RATES, *, compiled: bool = False) -> float:
+    return simulate(build(pipeline), cost_of(pipeline, rates, compiled=compiled).seconds).step_s
 
 
 def bytes_of(pipeline: Pipeline) -> int:
@@ -144,6 +148,22 @@ def test_a_number_given_is_kept():
 def test_nothing_fits_is_the_smallest_for_plan_to_refuse():
     found = chosen(replace(PIPELINE, device_blocks=AUTO, kept_layers=AUTO, offloaded_layers=AUTO), -1)
     assert (found.device_blocks, found.kept_layers, found.offloaded_layers) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("late_moments", [True, False])
+def test_a_window_pays_for_its_last_updates_and_not_for_those_before_it(late_moments):
+    """8 layers, 10 blocks: forward 80 ms, backward 240 ms with recomputation, updates 20 or 12 ms a block in forward order."""
+    cost = cost_of(replace(PIPELINE, late_moments=late_moments))
+    ops, seconds = build(cost.pipeline), cost.seconds
+    steady, update = simulate(ops, seconds).step_s, sum(seconds(op) for op in ops if op.kind == "step")
+    first = window_s(ops, seconds, 1)
+    alone = sum(seconds(op) for op in ops if op.lane == "compute")
+    assert first == pytest.approx(alone + update, rel=1e-3)  # no update to wait for before it, nothing to hide the last one under
+    windows = [window_s(ops, seconds, steps) for steps in (2, 3, 4)]
+    assert [later - before for before, later in itertools.pairwise(windows)] == pytest.approx([steady, steady], rel=1e-3)
+    assert steady < windows[2] / 4 < windows[0] / 2 < first
+    serial = build(replace(PIPELINE, overlap=False))
+    assert window_s(serial, seconds, 3) == pytest.approx(3 * simulate(serial, seconds).step_s, rel=1e-3)
 
 
 def test_a_timeline_is_the_last_whole_step_and_knows_what_is_hidden():
