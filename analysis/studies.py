@@ -209,7 +209,9 @@ def worded(key: str, value: Any) -> str:
         return f"{value / 1e9:.0f} GB"
     if isinstance(value, bool):
         return "on" if value else "off"
-    return "whole device" if value is None else WORDS.get(key, {}).get(value, str(value))
+    if value is None:
+        return "whole device" if key == "machine.device_bytes" else "not set"
+    return WORDS.get(key, {}).get(value, str(value))
 
 
 def rung_name(preset: str) -> str:
@@ -250,7 +252,8 @@ def _differing(cells: Iterable[Cell]) -> list[str]:
 
 
 def _value(cell: Cell, key: str) -> Any:
-    return cell.preset if key == "system.preset" else cell.config.get(key)
+    value = cell.preset if key == "system.preset" else cell.config.get(key)
+    return value if isinstance(value, Hashable) else str(value)
 
 
 def _in_order(values: list[Any]) -> list[Any]:

@@ -22,6 +22,8 @@ from sweeps import environment
 from sweeps.config import Measure, build_group, cell_from, require
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
+CHOICE = ("fallback", "candidates", "systems")
+"""Fields of conf/model/auto.yaml."""
 HEADROOM = 0.92
 """Part of the device that a model chosen unasked may plan to fill: the CUDA context and fragmentation take the rest."""
 
@@ -47,6 +49,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     assert isinstance(plain, dict)
     require("", plain, ("machine", "measure", "model", "recipe"))
     require("machine.", plain["machine"], ("device",))
+    require("model.", plain["model"], ())
     if plain["machine"]["device"] == "auto":
         plain["machine"]["device"] = device()
     if plain["machine"]["device"] == "cuda" and device() != "cuda":
@@ -60,6 +63,15 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
 
 def _model(plain: Mapping[str, Any]) -> dict[str, Any]:
     asked = plain["model"]
+    require("model.", asked, CHOICE)
+    for name in asked:
+        if name not in ("name", *CHOICE):
+            raise ValueError(
+                f"model.{name}: got {asked[name]!r}, allowed beside a named model only; choose one, model=tiny for example"
+            )
+    for name in ("candidates", "systems"):
+        if not isinstance(asked[name], list):
+            raise ValueError(f"model.{name}: got {asked[name]!r}, allowed a list of names; give one")
     if plain["machine"]["device"] == "cpu":
         return _load(asked["fallback"])
     candidates = tuple(asked["candidates"])

@@ -77,16 +77,18 @@ def look(cell: Cell, rates: dict[Any, Any], emit: Callable[..., None], *, predic
     GPU, whose placement needs them, to its cell."""
     try:
         spec = cell.spec()
-        build(cell.system, dataclasses.replace(spec, device=torch.device("cpu")))
-        if cell.system != "megatrain" or cell.machine.device == "cpu":
+        system = build(cell.system, dataclasses.replace(spec, device=torch.device("cpu")))
+        if cell.machine.device == "cpu":
+            pass
+        elif cell.system != "megatrain":
             system = build(cell.system, spec)
         elif predict and cell.dtype == "bfloat16":
             from baselines import megatrain
 
             pinned = cell.options.get("pinned")
             machine = Machine(rates=rates.get(pinned), device_memory=spec.device_memory, host_memory=spec.host_memory)
-            system = engine = megatrain.build(spec, machine)
-            rates[pinned] = engine.rates
+            system = megatrain.build(spec, machine)
+            rates[pinned] = system.rates
         else:
             return
         told, refusal = outlook(system, cell)

@@ -7,8 +7,10 @@ and nothing else. What a user mistyped is a ValueError of one line: config path,
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -158,16 +160,14 @@ def cell_from(config: Mapping[str, Any]) -> Cell:
     for group in config:
         if group not in known:
             raise ValueError(f"{group}: got {config[group]!r}, allowed {', '.join(sorted(known))}; remove it or correct its name")
+    require("system.", config["system"], ())
     system = dict(config["system"])
     name, dtype = str(system.pop("name", None)), str(system.pop("dtype", None))
     _allow("system", name, tuple(REGISTRY))
     _allow("system.dtype", dtype, tuple(DTYPES))
     num_micro_batches, omp_num_threads = (_count(f"system.{knob}", system.pop(knob, 0)) for knob in COUNTS)
-    numactl = _typed("system.numactl", system.pop("numactl", ""), str).split()
-    if numactl and shutil.which("numactl") is None:
-        raise ValueError(
-            f"system.numactl: got {' '.join(numactl)!r}, allowed nothing where numactl is not installed; install it or leave it out"
-        )
+    numactl = tuple(_typed("system.numactl", system.pop("numactl", ""), str).split())
+    _try_numactl(numactl)
     shape = build_group(Shape, "shape", config)
     if num_micro_batches:
         if shape.batch_size % num_micro_batches:
@@ -179,7 +179,7 @@ def cell_from(config: Mapping[str, Any]) -> Cell:
     cell = Cell(
         experiment=str(config["experiment"]),
         seed=_typed("seed", config["seed"], int),
-        output_dir=Path(str(config["output_dir"])),
+        output_dir=Path(_named("output_dir", config["output_dir"])),
         system=name,
         dtype=dtype,
         options=system,
@@ -206,6 +206,26 @@ def cell_from(config: Mapping[str, Any]) -> Cell:
     return cell
 
 
+@lru_cache
+def _try_numactl(arguments: Sequence[str]) -> None:
+    if not arguments:
+        return
+    got = f"system.numactl: got {' '.join(arguments)!r}"
+    if shutil.which("numactl") is None:
+        raise ValueError(f"{got}, allowed nothing where numactl is not installed; install it or leave it out")
+    done = subprocess.run(["numactl", *arguments, "true"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["no word why"])[0]
+        raise ValueError(f"{got}, allowed what numactl(8) takes here ({said}); correct it")
+
+
+def _named(path: str, value: Any) -> str:
+    """Text that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{path}: got {value!r}, allowed a path; name a folder")
+    return value
+
+
 def _count(path: str, value: Any) -> int:
     """An integer >= 0."""
     _at_least(path, count := _typed(path, value, int), 0)
@@ -214,6 +234,7 @@ def _count(path: str, value: Any) -> int:
 
 def build_group(kind: type[T], group: str, config: Mapping[str, Any]) -> T:
     """`kind` from one group: unknown fields and wrong types are named by their config path."""
+    require(f"{group}.", config[group], ())
     values, known = dict(config[group]), {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
     for name, value in values.items():
         if name not in known:
@@ -225,7 +246,9 @@ def build_group(kind: type[T], group: str, config: Mapping[str, Any]) -> T:
 
 
 def require(prefix: str, config: Mapping[str, Any], names: Sequence[str]) -> None:
-    """ValueError for a group or field that is not there: on the command line only `~name` takes one out."""
+    """ValueError for a group or field that is not there: on the command line only `~name` takes one out, or a group's own value."""
+    if not isinstance(config, Mapping):
+        raise ValueError(f"{prefix.rstrip('.')}: got {config!r}, allowed a group with fields; choose one of its options")
     for name in names:
         if name not in config:
             raise ValueError(f"{prefix}{name}: got nothing, allowed a value; do not delete it (~{prefix}{name})")

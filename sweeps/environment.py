@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,12 @@ def machine(overrides: Machine, matrix_peak_tflops: float | None) -> dict[str, A
         "matrix_peak_tflops": matrix_peak_tflops,
         "datasheet_tflops": datasheet_tflops(card["gpu"]),
     }
+
+
+def kind(machine: Mapping[str, Any]) -> str:
+    """GPU (or cpu) and cores of a row's machine, `h200-16cores`: what a measurement depends on most, and no host's name."""
+    gpu = str(machine.get("gpu") or "cpu").removeprefix("NVIDIA ")
+    return f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}-{machine.get('num_cores')}cores"
 
 
 @lru_cache(maxsize=1)

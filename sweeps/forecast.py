@@ -34,7 +34,9 @@ class Forecast:
         if cell.hash in self._predicted:
             return self._predicted[cell.hash]
         keys = (cell.system, cell.model.name, cell.options.get("preset"))
-        rows = [row for row in study.rows_of(cell.rows_path) if row.step_s and row.system == cell.system]
+        rows = [
+            row for row in study.rows_of(cell.rows_path) if row.step_s and row.system == cell.system and study.comparable(row, cell)
+        ]
         if not rows:
             return None
         alike = max(
@@ -79,7 +81,7 @@ class Forecast:
         if planned is None:
             return
         self.left.remove(planned)
-        row = study.latest(cell.rows_path, cell.hash)
+        row = study.latest(cell)
         if row is not None and row.step_s:
             self._extra_s.append(max(0.0, time.monotonic() - started - statistics.mean(row.step_s) * cell.measure.num_steps))
         if self.left:
@@ -96,7 +98,7 @@ def announce(cells: Sequence[Cell], predicted: Mapping[str, float]) -> Forecast:
 
 
 def _measured(cell: Cell) -> bool:
-    return study._stands(study.latest(cell.rows_path, cell.hash))
+    return study.stands(cell)
 
 
 def duration(seconds: float) -> str:

@@ -22,7 +22,8 @@ from typing import Any
 from sweeps.memory import DeviceSampler, Sampler
 
 Event = Mapping[str, Any]
-"""{"event": name, ...}: plan, phase, step, losses, done, failed, invalid from the cell; memory from the parent."""
+"""{"event": name, ...}: plan, predicted, phase, step, losses, done, failed, invalid from the cell; seen from a look at many
+(sweeps.check); memory from the parent."""
 POLL_S = 0.05
 
 
@@ -144,12 +145,14 @@ def _judge(outcome: Outcome, returncode: int, timed_out_s: float | None, log: Pa
     failed = outcome.last("failed")
     if invalid:
         raise ValueError(invalid["reason"])
+    killed = f"killed after measure.timeout_s = {timed_out_s:g} s; raise it, or see {log}" if timed_out_s is not None else ""
     if outcome.last("done"):  # measured; what failed later, a trace, costs no number
-        outcome.status, outcome.reason = "ok", f"after the measurement: {failed['reason']}" if failed else outcome.reason
+        later = failed["reason"] if failed else killed
+        outcome.status, outcome.reason = "ok", f"after the measurement: {later}" if later else outcome.reason
     elif failed:
         outcome.status, outcome.reason = failed["status"], failed["reason"]
     elif timed_out_s is not None:
-        outcome.status, outcome.reason = "timeout", f"killed after measure.timeout_s = {timed_out_s:g} s; raise it, or see {log}"
+        outcome.status, outcome.reason = "timeout", killed
     elif returncode == -signal.SIGKILL:
         outcome.status, outcome.reason = (
             "oom_host",

@@ -30,6 +30,8 @@ NO_ROOM = ("wont_fit", "oom_device", "oom_host")
 UNHASHED = ("experiment", "logging", "output_dir")
 """Groups of a config that cannot change a measurement. Of machine only device and its cap can, of measure all but the next."""
 UNHASHED_MEASURE = ("timeout_s", "repeated", "stop_below")
+NEUTRAL = ("num_micro_batches", "omp_num_threads", "numactl")
+"""Knobs of any system that are as good as not there while they are 0 or empty."""
 LOSS_TOLERANCE = 2e-3
 """Largest absolute difference from the reference's losses, nats per token, at which a row `agrees`."""
 
@@ -159,12 +161,15 @@ def host_split(plan: Mapping[str, Any], peak_host_bytes: int | None, *, on_gpu: 
     return split | {"other": peak_host_bytes - sum(split.values())}
 
 
-def _row(record: dict[str, Any], where: str) -> Row:
-    if record.get("schema_version") != SCHEMA_VERSION:
-        raise ValueError(
-            f"{where} has schema_version {record.get('schema_version')}, allowed {SCHEMA_VERSION}; "
-            "re-run the cell or read it with the version that wrote it"
-        )
+def _row(record: Any, where: str) -> Row:
+    remedy = "re-run the cell or read it with the version that wrote it"
+    if not isinstance(record, dict) or record.get("schema_version") != SCHEMA_VERSION:
+        found = f"schema_version {record.get('schema_version')}" if isinstance(record, dict) else "no row"
+        raise ValueError(f"{where} has {found}, allowed schema_version {SCHEMA_VERSION}; {remedy}")
+    unknown = sorted(set(record) - {item.name for item in dataclasses.fields(Row)})
+    if unknown or record.get("status") not in STATUSES:
+        found = f"the field {unknown[0]!r}" if unknown else f"status {record.get('status')!r}"
+        raise ValueError(f"{where} has {found}, allowed what this version knows; {remedy}")
     return Row(**record | {name: _loose(record.get(name, [])) for name in HISTORY})
 
 
@@ -203,6 +208,7 @@ def hashed(config: Mapping[str, Any]) -> dict[str, Any]:
     kept["measure"] = {name: value for name, value in config["measure"].items() if name not in UNHASHED_MEASURE}
     if kept["measure"].get("repeat") == 1:  # the cell as it was before there were repeats
         del kept["measure"]["repeat"]
+    kept["system"] = {name: value for name, value in config["system"].items() if value or name not in NEUTRAL}
     kept["machine"] = {"device": config["machine"]["device"]}
     if config["machine"].get("device_bytes") is not None:  # a cap binds, and placement fills what it leaves
         kept["machine"]["device_bytes"] = config["machine"]["device_bytes"]
@@ -211,7 +217,14 @@ def hashed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def digest(value: Any) -> str:
     """Twelve hex digits."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(_keyed(value), sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def _keyed(value: Any) -> Any:
+    """The same with text for keys, as JSON has them: keys of two types cannot be sorted."""
+    if isinstance(value, Mapping):
+        return {str(key): _keyed(item) for key, item in value.items()}
+    return [_keyed(item) for item in value] if isinstance(value, list) else value
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -54,13 +54,11 @@ class Command:
     """The file of conf/system that the search starts from."""
 
 
-def planned_cells(argv: Sequence[str]) -> list[Cell] | None:
-    """`Command.cells` of a command line. ValueError or Hydra's own errors for what is wrong with it."""
-    return command_of(argv).cells
-
-
 def command_of(argv: Sequence[str]) -> Command:
-    """The command that `argv` (without the program's name) stands for, everything in it validated."""
+    """The command that `argv` (without the program's name) stands for, everything in it validated.
+
+    ValueError or Hydra's own errors for what is wrong with it.
+    """
     parser = get_args_parser()
     parser.error = _refuse_flag  # type: ignore[method-assign]
     args = parser.parse_args(list(argv))
@@ -88,8 +86,14 @@ def command_of(argv: Sequence[str]) -> Command:
             flags = [argument for argument in argv if argument not in args.overrides]
             argv = [*flags, *overrides, "hydra.sweeper.params=null"]
         jobs = BasicSweeper.split_arguments(parse(overrides), None)[0]
-        cells = [(job, study.compose_cell(compose(name, [*job, *extra]))) for job in jobs]
-        return Command(cells=[cell for job, cell in cells if not left_out(cell, _choice(job) or system)], argv=list(argv))
+        composed = [(job, study.compose_cell(compose(name, [*job, *extra]))) for job in jobs]
+        cells = [cell for job, cell in composed if not left_out(cell, _choice(job) or system)]
+        if not cells:
+            repeated = list(composed[0][1].measure.repeated)
+            raise ValueError(
+                f"measure.repeated: got {repeated}, which leaves no cell of this sweep, allowed one of its systems; add it"
+            )
+        return Command(cells=cells, argv=list(argv))
 
 
 def in_rounds(overrides: Sequence[str]) -> list[str]:

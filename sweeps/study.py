@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 
 from sweeps import auto, ceilings, environment
 from sweeps.check import survey
-from sweeps.config import Cell, cell_from
+from sweeps.config import Cell, Machine, cell_from
 from sweeps.data import batches, corpus_of
 from sweeps.isolate import Event, Outcome, run_isolated
 from sweeps.memory import device_sampler
@@ -49,7 +49,7 @@ def check(cells: Sequence[Cell]) -> dict[str, float]:
     ValueError, one line, for a cell that its system would refuse; a cell alone says so itself at once. Cells without room are
     found by the way, and cost no process later.
     """
-    new = [cell for cell in cells if not _stands(latest(cell.rows_path, cell.hash))]
+    new = [cell for cell in cells if not stands(cell)]
     if len(cells) < 2 or not new:
         return {}
     found = survey(new)
@@ -62,12 +62,28 @@ def rows_of(path: Path) -> list[Row]:
     return read_rows(path) if path.exists() else []
 
 
-def latest(path: Path, cell_hash: str) -> Row | None:
-    """The last row of a cell."""
-    return next((row for row in reversed(rows_of(path)) if row.cell == cell_hash), None)
+def latest(cell: Cell) -> Row | None:
+    """The last row of a cell on this kind of machine."""
+    return next((row for row in reversed(rows_of(cell.rows_path)) if row.cell == cell.hash and _of_here(row, cell)), None)
 
 
-def _stands(row: Row | None) -> bool:
+def comparable(row: Row, cell: Cell) -> bool:
+    """Whether the row's speed says something of the cell's: measured by this bench, on this kind of machine."""
+    return row.bench_version == BENCH_VERSION and _of_here(row, cell)
+
+
+def _of_here(row: Row, cell: Cell) -> bool:
+    return not row.machine or environment.kind(row.machine) == _here(cell.machine.device)
+
+
+@lru_cache(maxsize=2)
+def _here(device: str) -> str:
+    return environment.kind(environment.machine(Machine(device=device), None))
+
+
+def stands(cell: Cell) -> bool:
+    """Whether the cell has a row that another run would not change."""
+    row = latest(cell)
     return row is not None and row.status not in RETRIED and row.bench_version == BENCH_VERSION
 
 
@@ -76,8 +92,8 @@ def run_cell(cell: Cell, label: str) -> Row:
 
     Studies that share an output folder share cells: what one of them has measured is written again with the other's label.
     """
-    known = latest(cell.rows_path, cell.hash)
-    if known is not None and _stands(known):
+    known = latest(cell)
+    if known is not None and stands(cell):
         speed = f"{known.tokens_per_s:,.0f} tokens/s" if known.tokens_per_s else known.reason
         digits, dash, dirty = (known.git_commit or "no commit").partition("-")
         commit = digits[:12] + dash + dirty
@@ -85,7 +101,7 @@ def run_cell(cell: Cell, label: str) -> Row:
             f"{label} {cell.system}: skipped, {cell.hash} is already {known.status} ({speed}; {known.started_at}, {commit})",
             flush=True,
         )
-        return known if _labelled(cell) else _relabelled(known, cell)
+        return known if _labelled(known, cell) else _relabelled(known, cell)
     sinks: list[Sink] = [*_records(cell), ConsoleSink(label)]
     log = cell.output_dir / "logs" / f"{cell.system}-{cell.hash}.log"
     try:
@@ -106,9 +122,10 @@ def _records(cell: Cell) -> list[Sink]:
     return [JsonlSink(cell.rows_path), wandb_sink(cell.rows_path, cell.logging.wandb, cell.logging.project)]
 
 
-def _labelled(cell: Cell) -> bool:
-    """Whether the cell has a row under its own study's name."""
-    return any(row.cell == cell.hash and row.experiment == cell.experiment for row in rows_of(cell.rows_path))
+def _labelled(row: Row, cell: Cell) -> bool:
+    """Whether this measurement is there under the name of the cell's own study."""
+    mine = [one for one in rows_of(cell.rows_path) if one.cell == cell.hash and one.experiment == cell.experiment]
+    return any(one.started_at == row.started_at and one.machine == row.machine for one in mine)
 
 
 def _relabelled(row: Row, cell: Cell) -> Row:
@@ -215,8 +232,8 @@ def tidy(output_dir: Path) -> None:
     """Remove what was made for a study that was refused; a folder with rows in it is left alone."""
     if (output_dir / "rows.jsonl").exists():
         return
-    shutil.rmtree(output_dir / ".hydra", ignore_errors=True)
-    for folder in (output_dir / "logs", output_dir):
+    (output_dir / ".hydra" / "multirun.yaml").unlink(missing_ok=True)
+    for folder in (output_dir / ".hydra", output_dir / "logs", output_dir):
         with contextlib.suppress(OSError):  # not empty, or never made
             folder.rmdir()
 
@@ -226,7 +243,7 @@ def finish(cells: Sequence[Cell]) -> int:
     measured = 0
     for path in dict.fromkeys(cell.rows_path for cell in cells):
         mine = [cell for cell in cells if cell.rows_path == path]
-        rows = [(cell, latest(path, cell.hash)) for cell in mine]
+        rows = [(cell, latest(cell)) for cell in mine]
         good = sum(row is not None and row.status == "ok" for _, row in rows)
         measured += good
         sys.stdout.flush()

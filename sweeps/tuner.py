@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,7 @@ def trials(start: Cell) -> list[Row]:
     for row in study.rows_of(start.rows_path):
         same_work = comparison_key(row.config) == comparison_key(start.config) and row.system == start.system
         same_timing = hashed(row.config)["measure"] == hashed(start.config)["measure"]
-        if same_work and same_timing and slug(row.machine) == slug(environment.machine(start.machine, None)):
+        if same_work and same_timing and study.comparable(row, start):
             alike[row.cell] = row
     return list(alike.values())
 
@@ -69,12 +68,6 @@ def pruned(cell: Cell) -> Cell:
     return replace(cell, measure=measure, config=config)
 
 
-def slug(machine: Mapping[str, Any]) -> str:
-    """GPU (or cpu) and cores of a row's machine, `h200-16cores`: what knobs depend on, and no host's name."""
-    gpu = str(machine.get("gpu") or "cpu").removeprefix("NVIDIA ")
-    return f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}-{machine['num_cores']}cores"
-
-
 def machine_of(row: Row) -> str:
     """GPU and cores in words."""
     return f"{row.machine.get('gpu') or 'a CPU'} with {row.machine['num_cores']} cores"
@@ -92,7 +85,7 @@ def finish(start: Cell, name: str, choice: str, folder: Path = TUNED) -> int:
             f"tune={name}: none of {len(rows)} trials has a number, so nothing is written; see {start.rows_path}", file=sys.stderr
         )
         return 1
-    stem = f"{name}-{slug(best.machine)}"
+    stem = f"{name}-{environment.kind(best.machine)}"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{stem}.yaml"
     path.write_text(overlay(best, choice, len(rows)))

@@ -25,8 +25,9 @@ WHOLE = "uploaded"
 
 
 def run_id(row: Row) -> str:
-    """Twelve hex digits: what tells a row apart from every other attempt at every cell."""
-    return digest([row.cell, row.started_at, row.machine])
+    """Twelve hex digits: what tells a row from every other attempt at every cell, and from itself in another study."""
+    taken = [row.experiment] if row.config.get("experiment", row.experiment) != row.experiment else []
+    return digest([row.cell, row.started_at, row.machine, *taken])
 
 
 def upload(row: Row, file: Path, position: int, mode: str, project: str) -> Path:

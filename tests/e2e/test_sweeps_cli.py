@@ -92,7 +92,7 @@ def first_step_of(output: Path, *overrides: str) -> Iterator[tuple[subprocess.Po
 def test_a_mistyped_config_is_one_line(overrides: list[str], words: str) -> None:
     auto.register()
     with pytest.raises(USER_ERRORS) as error:
-        run.planned_cells(overrides)
+        run.command_of(overrides)
     line = one_line(error.value, [override for override in overrides if "=" in override])
     assert words in line
     assert "\n" not in line

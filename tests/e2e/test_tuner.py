@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sweeps import auto, run, tuner
+from sweeps import auto, environment, run, tuner
 from sweeps.config import Cell
 from sweeps.result import read_rows
 from tests.e2e.test_sweeps_cli import ENVIRONMENT, ROOT, SMALL
@@ -84,7 +84,7 @@ def test_a_search_without_its_packages_is_one_line(monkeypatch: pytest.MonkeyPat
     with pytest.raises(
         ValueError, match=r"^tune: got 'zero3', allowed where hydra-optuna-sweeper is installed; run pip install .*'\.\[tune\]'$"
     ):
-        run.planned_cells(["+tune=zero3"])
+        run.command_of(["+tune=zero3"])
 
 
 @pytest.mark.parametrize(
@@ -96,13 +96,12 @@ def test_a_search_without_its_packages_is_one_line(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_files_are_named_after_kinds_of_machine(machine: dict[str, object], expected: str) -> None:
-    assert tuner.slug(machine) == expected
+    assert environment.kind(machine) == expected
 
 
 def test_a_trial_is_cut_short_where_it_is_well_below_the_best(tmp_path: Path) -> None:
     start: Cell = composed("system=zero3", "measure=tune", f"output_dir={tmp_path}")
     assert tuner.pruned(start) is start
-    from sweeps import environment
     from sweeps.sinks import JsonlSink
     from tests.unit.test_analysis_load import row
 

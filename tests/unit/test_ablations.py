@@ -1,5 +1,6 @@
 """Every study composes into distinct cells and runs on the CPU, from its cells to its figure; the ladder is a switch a rung."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -13,9 +14,10 @@ from hydra import compose, initialize_config_dir
 
 from analysis import load, report
 from baselines.model import count_params
-from sweeps import auto, cell, run, study
+from sweeps import auto, cell, environment, run, study, upload
 from sweeps.config import Cell, cell_from
 from sweeps.isolate import Outcome, guarded
+from sweeps.sinks import JsonlSink
 from tests.models import H200
 
 NAMES = sorted(path.stem for path in (auto.CONF / "ablation").glob("*.yaml"))
@@ -45,6 +47,7 @@ SHRUNK = {
     ],
 }
 """Two cells of each study that has more, without compilation."""
+WINDOW = {"event": "losses", "first_step": 0, "losses": [1.0], "seconds": 1.0, "num_tokens": 10}
 SMALL = [
     "measure=brief",
     "logging=none",
@@ -59,7 +62,7 @@ SMALL = [
 @functools.cache  # Hydra takes a quarter of a second to compose a cell
 def cells_of(*overrides: str) -> list[Cell]:
     auto.register()
-    cells = run.planned_cells(list(overrides))
+    cells = run.command_of(list(overrides)).cells
     assert cells is not None
     return cells
 
@@ -128,6 +131,41 @@ def test_studies_in_one_folder_share_their_cells(
     assert [row.started_at for row in taken] == [measured.started_at] * 3
     assert [row.experiment for row in study.rows_of(first.rows_path)] == ["checkpoint_interval", "optimizer_overlap"]
     assert capsys.readouterr().out.count("taken from the study checkpoint_interval") == 1
+    rows = study.rows_of(first.rows_path)
+    assert len({upload.run_id(row) for row in rows}) == 2, "a run of its own in W&B"
+
+
+@pytest.mark.parametrize("fields", [{"status": "error"}, {"bench_version": 1}])
+def test_a_measurement_taken_over_replaces_what_no_longer_stands(fields: dict[str, Any], tmp_path: Path) -> None:
+    tail = ["model=tiny", *SMALL, f"output_dir={tmp_path}"]
+    first = cells_of("+ablation=checkpoint_interval", "system.checkpoint_interval=1", *tail)[0]
+    second = cells_of("+ablation=optimizer_overlap", "system.optimizer_overlap=true", "recipe.clip_norm=1.0", *tail)[0]
+    good = study.row_of(first, Outcome(status="ok", events=[WINDOW]), started_at="later", machine={})
+    JsonlSink(first.rows_path).row(dataclasses.replace(good, experiment=second.experiment, started_at="before", **fields))
+    JsonlSink(first.rows_path).row(good)
+    assert study.run_cell(second, "[1]").started_at == "later"
+    last = study.rows_of(first.rows_path)[-1]
+    assert (last.experiment, last.started_at, last.status) == (second.experiment, "later", "ok")
+
+
+def test_a_row_of_another_kind_of_machine_stands_for_nothing_here(tmp_path: Path) -> None:
+    cell = cells_of("model=tiny", *SMALL, f"output_dir={tmp_path}")[0]
+    here = environment.machine(cell.machine, None)
+    row = study.row_of(cell, Outcome(status="ok", events=[WINDOW]), started_at="", machine={**here, "num_cores": 4096})
+    JsonlSink(cell.rows_path).row(row)
+    assert not study.stands(cell)
+    assert not study.comparable(row, cell)
+    JsonlSink(cell.rows_path).row(dataclasses.replace(row, machine=here))
+    assert study.stands(cell)
+
+
+def test_tidying_up_after_a_refusal_leaves_what_was_there(tmp_path: Path) -> None:
+    mine = tmp_path / ".hydra" / "mine"
+    mine.parent.mkdir()
+    mine.touch()
+    (tmp_path / ".hydra" / "multirun.yaml").touch()
+    study.tidy(tmp_path)
+    assert [path.name for path in tmp_path.rglob("*")] == [".hydra", "mine"]
 
 
 def test_an_axis_of_a_study_can_be_cut_down_on_the_command_line() -> None:

@@ -244,8 +244,9 @@ def test_folders_are_searched_in_order_and_files_read_once(tmp_path: Path) -> No
     [
         (None, "no such file or folder"),
         ("", "no rows in it"),
-        ("[1]\n{}\n", "not rows of this bench"),
-        ('{"schema_version": 1, "speed": 3}\n{}\n', "not rows of this bench"),
+        ("[1]\n{}\n", "line 1 has no row"),
+        ('{"schema_version": 1, "speed": 3}\n{}\n', "line 1 has the field 'speed'"),
+        ('{"schema_version": 1, "status": "ok"}\n{}\n', "not rows of this bench"),
         (json.dumps({**json.loads(row("zero3", [1.0]).to_json()), "schema_version": 0}) + "\n", "schema_version 0"),
         ("{torn\n" + row("zero3", [1.0]).to_json() + "\n", "line 1 is not JSON"),
     ],

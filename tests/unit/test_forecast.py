@@ -18,7 +18,7 @@ from tests.models import H200
 
 def cells_of(*overrides: str) -> list[Cell]:
     auto.register()
-    cells = run.planned_cells(["--multirun", "model=tiny", "measure=brief", *overrides])
+    cells = run.command_of(["--multirun", "model=tiny", "measure=brief", *overrides]).cells
     assert cells is not None
     return cells
 

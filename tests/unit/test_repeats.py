@@ -55,7 +55,7 @@ def test_repeats_go_in_rounds_wherever_they_stand(axes: list[str]) -> None:
 def test_the_headline_runs_every_system_and_repeats_two(name: str) -> None:
     auto.register()
     asked = [] if name == "zero3_14b" else ["measure.repeat=1,2"]  # three rounds unasked
-    cells = run.planned_cells([f"+experiment={name}", "model=tiny", *asked])
+    cells = run.command_of([f"+experiment={name}", "model=tiny", *asked]).cells
     assert cells is not None
     assert len({cell.hash for cell in cells}) == len(cells)
     first = [cell for cell in cells if cell.measure.repeat == 1]
@@ -69,7 +69,7 @@ def test_the_headline_runs_every_system_and_repeats_two(name: str) -> None:
 def test_a_system_to_repeat_that_does_not_exist_is_one_line() -> None:
     auto.register()
     with pytest.raises(ValueError, match=r"measure\.repeated: got 'zero33', allowed fsdp2, in_memory"):
-        run.planned_cells(["--multirun", "measure.repeat=1,2", "measure.repeated=[zero33]"])
+        run.command_of(["--multirun", "measure.repeat=1,2", "measure.repeated=[zero33]"])
 
 
 def comparison() -> Comparison:

@@ -21,7 +21,7 @@ from sweeps.config import Measure
 from sweeps.isolate import Outcome, run_isolated, verdict
 from sweeps.memory import NoDevice, Sampler, host_bytes
 from sweeps.result import Row, compared, history, read_rows
-from sweeps.run import planned_cells
+from sweeps.run import command_of
 from sweeps.sinks import JsonlSink
 from sweeps.study import row_of
 
@@ -236,6 +236,31 @@ def _read_or_empty(path: Path) -> str:
         return ""
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("5", "line 1 has no row, allowed schema_version 1"),
+        (
+            '{"schema_version": 1, "new_field": 1, "status": "ok"}',
+            "line 1 has the field 'new_field', allowed what this version knows",
+        ),
+        ('{"schema_version": 1, "status": "bogus"}', "line 1 has status 'bogus', allowed what this version knows"),
+    ],
+)
+def test_a_line_that_is_no_row_of_this_version_says_so(tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(line + "\n")
+    with pytest.raises(ValueError, match=message):
+        read_rows(tmp_path / "rows.jsonl")
+
+
+def test_what_was_measured_before_the_time_was_up_counts_and_the_row_says_what_did_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = 'os.write(fd, b\'{"event": "done"}\\n\'); time.sleep(30)'
+    found = isolated(tmp_path, monkeypatch, body, timeout_s=2.0)
+    assert (found.status, found.reason.split(";")[0]) == ("ok", "after the measurement: killed after measure.timeout_s = 2 s")
+
+
 def test_verdicts() -> None:
     assert verdict(torch.OutOfMemoryError("CUDA out of memory. Tried"))[0] == "oom_device"
     assert verdict(MemoryError())[0] == "oom_host"
@@ -245,7 +270,7 @@ def test_verdicts() -> None:
 
 def test_a_row_keeps_the_prediction_beside_the_planned_bytes():
     auto.register()
-    (cell,) = planned_cells(["model=tiny", "system=megatrain"])
+    (cell,) = command_of(["model=tiny", "system=megatrain"]).cells
     prediction = {"step_s": 2.0, "rates": {"adamw_params": 7e9}, "placement": {"kept_layers": 3}}
     plan = {"event": "plan", "plan": {"device": {"weights": 1}, "host": {}}}
     for said, expected in (([plan], {}), ([plan, {"event": "predicted", "prediction": prediction}], prediction)):

@@ -9,7 +9,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from sweeps import auto, environment
+from sweeps import auto, config, environment
 from sweeps.config import Cell, cell_from
 from sweeps.result import comparison_key
 
@@ -118,6 +118,10 @@ def test_comparison_key_spans_systems_of_one_dtype() -> None:
         ("+system.num_micro_batches=3", "system.num_micro_batches: got 3, allowed a divisor of shape.batch_size (2)"),
         ("+system.omp_num_threads=-1", "system.omp_num_threads: got -1, allowed >= 0"),
         ("+system.numactl=1", "system.numactl: got 1, allowed a value of type str"),
+        ("machine=null", "machine: got None, allowed a group with fields"),
+        ("machine=5", "machine: got 5, allowed a group with fields"),
+        ("output_dir=", "output_dir: got '', allowed a path"),
+        ("output_dir=null", "output_dir: got None, allowed a path"),
     ],
 )
 def test_invalid_values_name_their_path(override: str, message: str) -> None:
@@ -135,13 +139,46 @@ def test_a_system_may_cut_the_step_and_count_its_threads_by_itself() -> None:
     assert environment.cell_variables(3)["OMP_NUM_THREADS"] == "3"
 
 
+@pytest.mark.parametrize("neutral", ["+system.numactl=''", "+system.omp_num_threads=0", "+system.num_micro_batches=0"])
+def test_a_knob_that_changes_nothing_changes_no_hash(neutral: str) -> None:
+    assert composed(neutral).hash == composed().hash
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model=auto", "+model.x=1"], "model.x: got 1, allowed beside a named model only"),
+        (["model=auto", "model.candidates=null"], "model.candidates: got None, allowed a list"),
+        (["model.name=auto"], "model.fallback: got nothing"),
+    ],
+)
+def test_auto_chooses_among_whole_models(overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        composed(*overrides)
+
+
+def test_keys_of_two_types_have_a_hash() -> None:
+    assert len(composed("+model.config.rope_parameters={1:2,a:3}").hash) == 12
+
+
 @pytest.mark.parametrize("installed", ["/usr/bin/numactl", None])
 def test_numactl_is_asked_for_by_its_arguments(monkeypatch: pytest.MonkeyPatch, installed: str | None) -> None:
     monkeypatch.setattr("sweeps.config.shutil.which", lambda name: installed)
+    config._try_numactl.cache_clear()
     override = "+system.numactl='--cpunodebind=0 --preferred=0'"
     if installed:
+        tried: list[list[str]] = []
+
+        def answers(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+            tried.append(command)
+            return subprocess.CompletedProcess(command, 1 if "--bogus" in command else 0, "", "usage: numactl\nmore\n")
+
+        monkeypatch.setattr("sweeps.config.subprocess.run", answers)
         cell = composed(override)
-        assert cell.numactl == ["--cpunodebind=0", "--preferred=0"]
+        assert tried == [["numactl", "--cpunodebind=0", "--preferred=0", "true"]]
+        with pytest.raises(ValueError, match=r"'--bogus', allowed what numactl\(8\) takes here \(usage: numactl\); correct it"):
+            composed("+system.numactl=--bogus")
+        assert cell.numactl == ("--cpunodebind=0", "--preferred=0")
         assert "numactl" not in cell.options
         assert cell.hash != composed().hash
     else:

@@ -120,7 +120,7 @@ def test_row_and_run_are_one_to_one(one: Row) -> None:
 
 
 def test_a_run_of_another_schema_is_refused() -> None:
-    with pytest.raises(ValueError, match="run has schema_version 0, allowed 1"):
+    with pytest.raises(ValueError, match="run has schema_version 0, allowed schema_version 1"):
         unpacked(json.dumps(json.loads(packed(rows()[2])) | {"schema_version": 0}), [], "run")
 
 
