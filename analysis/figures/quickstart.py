@@ -138,8 +138,9 @@ def throughput_panel(axes: Axes, comparison: Comparison) -> None:
         axes.annotate(text, end, (4, 4 if one.differs else 0), textcoords="offset points", va="center", weight=weight)
         if one.differs:
             axes.annotate("numerics differ", end, (4, -4), textcoords="offset points", va="center", fontsize=6, color=style.ALARM)
-    axes.set_title(f"Throughput (× {comparison.baseline.label})" if comparison.baseline else "Throughput")
-    axes.set_xlabel("tokens / s (95% interval)" if _any_interval(standings) else "tokens / s")
+    axes.set_title("Throughput")
+    unit = "tokens / s (95% interval)" if _any_interval(standings) else "tokens / s"
+    axes.set_xlabel(f"{unit}\nat the bars: × {comparison.baseline.label}" if comparison.baseline else unit)
     axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if top > 5 else f"{value:g}"))
     style.value_grid(axes, "x")
