@@ -184,7 +184,10 @@ class MegaTrain:
     def train_step(self, batch: Batch) -> torch.Tensor:
         """Enqueue one optimizer step over all micro-batches; the mean loss, fp32, 0-dim, unsynchronised.
 
-        Raises NonFiniteLossError (here, in a later call or in drain) where a loss or a gradient norm was not finite.
+        Raises NonFiniteLossError, once, here, in a later call or in drain, where a loss or a gradient norm was not finite: no
+        parameter and no moment changed, and training can go on. Where a later call raises it, as on CUDA, that call's batch is not
+        trained on either, and the bad step keeps its place in the learning-rate schedule; `resume` takes it back. After any other
+        error updates may be half done: `resume` a checkpoint, in a new engine where the CPU lane's error is raised again.
         """
         _, executor, _ = self._ready()
         assert tuple(batch.tokens.shape) == self.shape, f"batch of shape {tuple(batch.tokens.shape)}, expected {self.shape}"
@@ -193,7 +196,7 @@ class MegaTrain:
         return loss
 
     def drain(self) -> None:
-        """Return when every lane is idle and every update applied; re-raise what went wrong on the CPU lane."""
+        """Return when every lane is idle and every update applied; raise what went wrong on the CPU lane, as `train_step` does."""
         self._ready()[2].drain()
 
     def counters(self) -> dict[str, float]:

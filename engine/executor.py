@@ -85,6 +85,9 @@ class Executor:
 
     def run(self, batch: Batch, step: int) -> torch.Tensor:
         """Enqueue one step; the loss, fp32, 0-dim, on the device's current stream."""
+        if len(self._tickets[1]) < len(self.ops):  # the first step, or after one that raised: tickets are missing
+            self.lanes.drain()
+            self._tickets = ([], [])
         loss = torch.zeros((), dtype=torch.float32, device=self.device)
         state = _Step(index=step, batch=batch, num_tokens=batch.num_tokens, loss=loss)
         current: list[Ticket] = []
@@ -131,6 +134,8 @@ class Executor:
 
     @torch.no_grad()
     def _embed(self, _: Op, s: _Step) -> None:
+        for gradients in self.memory.outer_gradients.values():  # a step that raised leaves its part of the sums
+            gradients.clear()
         masks = s.batch.attention_mask
         for m in range(s.batch.num_micro_batches):
             mask = None if masks is None else self._to_device(masks[m])
