@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import threading
 
 import pytest
@@ -175,6 +176,45 @@ def test_save_is_whole_or_not_at_all(models, tmp_path, monkeypatch):
         engine.resume(tmp_path / "missing")
     with pytest.raises(ValueError, match="has master 'split'"):
         make_engine(models[torch.bfloat16], master="fp32").resume(tmp_path / "whole")
+
+
+def test_a_float32_checkpoint_does_not_depend_on_the_master_that_it_has_not(models, tmp_path):
+    engine = make_engine(models[torch.float32], master="split")
+    train(engine, 2)
+    engine.save(tmp_path / "step-2")
+    other = make_engine(models[torch.float32], master="fp32")
+    other.resume(tmp_path / "step-2")
+    assert_same(train(other, 2, first=2), train(engine, 2, first=2))
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_a_checkpoint_has_the_mode_that_the_umask_gives(models, tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        make_engine(models[torch.float32]).save(tmp_path / "saved")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "saved").stat().st_mode & 0o777 == 0o777 & ~umask
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "{}", '{"step": "3"}', "{", ""])
+def test_a_description_that_save_did_not_write_is_one_line(models, tmp_path, text):
+    (tmp_path / "state.json").write_text(text)
+    with pytest.raises(ValueError, match="is no checkpoint, allowed a directory that save\\(\\) wrote") as caught:
+        make_engine(models[torch.float32]).resume(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_that_lacks_a_block_is_one_line_and_changes_nothing(models, tmp_path):
+    engine = make_engine(models[torch.float32])
+    engine.save(tmp_path / "saved")
+    (tmp_path / "saved" / "block-0003.pt").unlink()
+    losses, parameters = train(engine, 2)
+    with pytest.raises(ValueError, match=r"has no block-0003\.pt, allowed one a block") as caught:
+        engine.resume(tmp_path / "saved")
+    assert "\n" not in str(caught.value)
+    assert_same((losses, dict(engine.parameters())), (losses, parameters))
 
 
 @pytest.mark.parametrize("offloaded", [0, 2])
