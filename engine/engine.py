@@ -150,11 +150,19 @@ class MegaTrain:
         return {"weights": name, "master": master, "moments": "float32", "gradients": name}
 
     def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Allocate host and device memory and load `weights`: (name, tensor) pairs, every parameter once."""
+        """Allocate host and device memory and load `weights`: (name, tensor) pairs, every parameter once.
+
+        Raises ValueError where a name is not the model's, or a parameter is missing.
+        """
         self._store = HostStore(self._planner.host_spec(self.pipeline), device=self.device)
-        missing = {self._decoder.full_name(b, n) for b, block in enumerate(self._decoder.blocks) for n in block}
+        places = {self._decoder.full_name(b, n): (b, n) for b, block in enumerate(self._decoder.blocks) for n in block}
+        missing = set(places)
         for name, value in weights:
-            self._store.set_parameter(*self._decoder.locate(name), value)
+            if name not in places:
+                raise ValueError(
+                    f"weights: got {name!r}, allowed the model's {len(places)} parameters, {min(places)} among them; leave it out"
+                )
+            self._store.set_parameter(*places[name], value)
             missing.discard(name)
         if missing:
             raise ValueError(

@@ -289,6 +289,15 @@ def test_missing_weights_are_named():
         engine.setup([])
 
 
+@pytest.mark.parametrize("name", ["foo", "model.layers.7.mlp.up_proj.weight", "model.layers.0.nope", "model.layers.x.nope"])
+def test_weights_of_another_model_are_named(models, name):
+    model = models[torch.float32]
+    engine = MegaTrain(make_model("qwen2"), recipe=Recipe(), micro_batch_size=1, seq_len=8, dtype=torch.float32)
+    with pytest.raises(ValueError, match=rf"weights: got '{name}', allowed the model's 39 parameters, lm_head\.weight") as caught:
+        engine.setup([(name, model.lm_head.weight)])
+    assert "\n" not in str(caught.value)
+
+
 def test_counters_are_the_bytes_of_the_schedule(models):
     engine = make_engine(models[torch.bfloat16], checkpoint_interval=1)
     train(engine, 3)
