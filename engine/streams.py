@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -57,7 +57,7 @@ class Lanes(Protocol):
         """What ran since `start_recording`, which this ends, in seconds since then; call it when drained."""
 
     def close(self) -> None:
-        """Stop the worker; idempotent."""
+        """Stop the worker and return when nothing runs any more; idempotent, raises nothing."""
 
 
 class CudaLanes:
@@ -153,11 +153,14 @@ class CudaLanes:
             raise error
 
     def close(self) -> None:
-        """End the worker thread."""
+        """End the worker thread, then wait for every stream: after an exception copies may still touch the host arena."""
         if self._worker is not None:
             self._queue.put(None)
             self._worker.join()
             self._worker = None
+            for stream in self._streams.values():
+                with suppress(RuntimeError):  # a device that failed runs nothing more
+                    stream.synchronize()
 
 
 @dataclass(kw_only=True)

@@ -147,6 +147,25 @@ def test_the_worker_drops_what_follows_an_error_and_goes_on_after_a_loss_that_is
     assert ran == (["later"] if times == 1 else [])
 
 
+def test_close_waits_for_every_stream_and_raises_nothing(monkeypatch):
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def synchronize(self) -> None:
+            assert "update" in waited, "the worker ends first, for it can enqueue no more"
+            waited.append(self.name)
+            if self.name == "h2d":
+                raise RuntimeError("CUDA error")
+
+    lanes, waited = cpu_lane(monkeypatch), []
+    lanes._streams = {name: Stream(name) for name in ("h2d", "d2h", "compute")}
+    lanes.submit(CPU, lambda: waited.append("update"), [])
+    lanes.close()
+    lanes.close()
+    assert waited == ["update", "h2d", "d2h", "compute"]
+
+
 @pytest.mark.parametrize(("master", "late_moments"), [("split", True), ("fp32", True), ("bf16", True), ("split", False)])
 def test_save_and_resume_continue_bit_identically(models, tmp_path, master, late_moments):
     recipe = Recipe(lr=1e-2, schedule="linear", warmup_steps=2, total_steps=9)
