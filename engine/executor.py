@@ -1,4 +1,4 @@
-"""Runs a schedule. The only file that touches streams; the schedule alone says what waits for what.
+"""Runs a schedule: hands the work of each operation to its lane. The schedule alone says what waits for what.
 
 Invariant: an operation's work reads and writes only what the schedule declares for it, plus values that live on
 the compute lane from one computation to the next (hidden states, checkpoints, sums of gradients).
@@ -82,6 +82,7 @@ class Executor:
         self._outer_parameters = decoder.outer_parameters()
         self._num_embed = len(store.spec.layouts[0].fields)
         self._late: dict[int, tuple[int, float]] = {}
+        self._hyper = torch.empty(0)  # of the step, for updates on the device; _decide makes it
 
     def run(self, batch: Batch, step: int) -> torch.Tensor:
         """Enqueue one step; the loss, fp32, 0-dim, on the device's current stream."""
