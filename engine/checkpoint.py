@@ -5,6 +5,7 @@ One file a block with its weight, remainder or master, and moments, and state.js
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -37,13 +38,15 @@ def save(store: HostStore, directory: Path, step: int) -> None:
         raise ValueError(f"save: {directory} exists, allowed a new directory; choose another name or remove it")
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    whole = scratch / "whole"  # mkdtemp's own mode is 0700 whatever the umask
     try:
+        whole.mkdir()
         for block, state in enumerate(store.states):
             tensors = {name: getattr(state, name) for name in ("weight", "extra", "exp_avg", "exp_avg_sq")}
             # copy: a view would be saved with the whole arena behind it
-            torch.save({n: t.to("cpu", copy=True) for n, t in tensors.items() if t is not None}, scratch / f"block-{block:04}.pt")
-        (scratch / "state.json").write_text(json.dumps(describe(store) | {"step": step}))
-        os.rename(scratch, directory)
+            torch.save({n: t.to("cpu", copy=True) for n, t in tensors.items() if t is not None}, _file(whole, block))
+        (whole / "state.json").write_text(json.dumps(describe(store) | {"step": step}))
+        os.rename(whole, directory)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -51,17 +54,33 @@ def save(store: HostStore, directory: Path, step: int) -> None:
 def resume(store: HostStore, directory: Path) -> int:
     """Load `directory` into the store; the optimizer steps taken so far. ValueError where it does not fit."""
     directory = Path(directory)
-    description = directory / "state.json"
-    if not description.is_file():
-        raise ValueError(f"resume: {directory} is no checkpoint, allowed a directory that save() wrote; check the path")
-    found = json.loads(description.read_text())
-    step = int(found.pop("step"))
-    for key, expected in describe(store).items():
+    found, wanted = _description(directory), describe(store)
+    if store.spec.dtype == torch.float32:  # the weight is the master, whatever system.master says
+        del wanted["master"]
+    for key, expected in wanted.items():
         if found.get(key) != expected:
             got = "other parameters" if key == "blocks" else repr(found.get(key))
             raise ValueError(f"resume: {directory} has {key} {got}, allowed what this run has; use the checkpoint's own config")
+    for block in range(len(store.states)):  # all, before the first is loaded over what the store has
+        if not _file(directory, block).is_file():
+            raise ValueError(f"resume: {directory} has no {_file(directory, block).name}, allowed one a block; copy it whole")
     for block, state in enumerate(store.states):
-        tensors = torch.load(directory / f"block-{block:04}.pt", weights_only=True)
+        tensors = torch.load(_file(directory, block), weights_only=True)
         for name, tensor in tensors.items():
             getattr(state, name).copy_(tensor)
+    step: int = found["step"]
     return step
+
+
+def _file(directory: Path, block: int) -> Path:
+    return directory / f"block-{block:04}.pt"
+
+
+def _description(directory: Path) -> dict[str, Any]:
+    """What state.json says; ValueError where it is not there or not what `save` wrote."""
+    found = None
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads((directory / "state.json").read_text())
+    if not isinstance(found, dict) or type(found.get("step")) is not int:
+        raise ValueError(f"resume: {directory} is no checkpoint, allowed a directory that save() wrote; check the path")
+    return found

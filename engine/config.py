@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from engine.host import MASTERS, PINNED
 from engine.pipeline import LANES
 
+MAX_THREADS = 4096
+"""More than a host has cores. OpenMP sets up a team on the caller's stack: it stood 20,000 threads, 100,000 overran the stack."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -40,7 +43,7 @@ class EngineConfig:
     pinned: str = "exact"
     """Host memory that copies touch: exact (one pinned arena), torch (pinned by torch, rounded up), none (pageable). CUDA only."""
     num_threads: int = 0
-    """CPU threads of the optimizer; 0 takes all cores but two."""
+    """CPU threads of the optimizer, at most 4096; 0 takes all cores but two beside a GPU, all of them on the CPU."""
     poison: bool = False
     """Fill freed slots with NaN, to find reads after a slot was given up."""
 
@@ -53,6 +56,10 @@ class EngineConfig:
             value, least = getattr(self, name), int(name in at_least_one) - int(name in or_auto)
             if type(value) is not int or value < least:
                 raise ValueError(f"system.{name}: got {value!r}, allowed an integer >= {least}; set system.{name}={max(least, 1)}")
+        if self.num_threads > MAX_THREADS:
+            raise ValueError(
+                f"system.num_threads: got {self.num_threads}, allowed an integer 0 to {MAX_THREADS}; set system.num_threads=0"
+            )
         for name in ("optimizer_overlap", "late_moments", "compile", "poison"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"system.{name}: got {getattr(self, name)!r}, allowed true or false; choose one of these")
@@ -61,7 +68,7 @@ class EngineConfig:
                 f"system.offload_activations: got {self.offload_activations}, allowed 0 where system.checkpoint_interval is "
                 f"{self.checkpoint_interval}; set system.checkpoint_interval=1"
             )
-        if self.streams not in LANES:
+        if type(self.streams) is not int or self.streams not in LANES:
             raise ValueError(f"system.streams: got {self.streams!r}, allowed 1, 2 or 3; 3 overlaps the most")
         if self.master not in MASTERS:
             raise ValueError(f"system.master: got {self.master!r}, allowed {', '.join(MASTERS)}; split is the smallest exact one")

@@ -65,17 +65,6 @@ class Decoder:
         """The model's name of a block's parameter."""
         return f"{self.prefix}.{block - 1}.{name}" if 1 <= block <= self.num_layers else name
 
-    def locate(self, full_name: str) -> tuple[int, str]:
-        """(block, local name) of a parameter; KeyError where the model has none of that name."""
-        start = self.prefix + "."
-        if full_name.startswith(start):
-            index, _, name = full_name[len(start) :].partition(".")
-            return int(index) + 1, name
-        for block in (0, self.num_layers + 1):
-            if full_name in self.blocks[block]:
-                return block, full_name
-        raise KeyError(full_name)
-
     def bind(self, device: torch.device, outer: Mapping[str, torch.Tensor]) -> None:
         """Put buffers on `device` and make the outer parameters views of device memory."""
         for module in [self.model, *(t.module for t in self.templates)]:

@@ -150,11 +150,19 @@ class MegaTrain:
         return {"weights": name, "master": master, "moments": "float32", "gradients": name}
 
     def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Allocate host and device memory and load `weights`: (name, tensor) pairs, every parameter once."""
+        """Allocate host and device memory and load `weights`: (name, tensor) pairs, every parameter once.
+
+        Raises ValueError where a name is not the model's, or a parameter is missing.
+        """
         self._store = HostStore(self._planner.host_spec(self.pipeline), device=self.device)
-        missing = {self._decoder.full_name(b, n) for b, block in enumerate(self._decoder.blocks) for n in block}
+        places = {self._decoder.full_name(b, n): (b, n) for b, block in enumerate(self._decoder.blocks) for n in block}
+        missing = set(places)
         for name, value in weights:
-            self._store.set_parameter(*self._decoder.locate(name), value)
+            if name not in places:
+                raise ValueError(
+                    f"weights: got {name!r}, allowed the model's {len(places)} parameters, {min(places)} among them; leave it out"
+                )
+            self._store.set_parameter(*places[name], value)
             missing.discard(name)
         if missing:
             raise ValueError(
@@ -184,7 +192,10 @@ class MegaTrain:
     def train_step(self, batch: Batch) -> torch.Tensor:
         """Enqueue one optimizer step over all micro-batches; the mean loss, fp32, 0-dim, unsynchronised.
 
-        Raises NonFiniteLossError (here, in a later call or in drain) where a loss or a gradient norm was not finite.
+        Raises NonFiniteLossError, once, here, in a later call or in drain, where a loss or a gradient norm was not finite: no
+        parameter and no moment changed, and training can go on. Where a later call raises it, as on CUDA, that call's batch is not
+        trained on either, and the bad step keeps its place in the learning-rate schedule; `resume` takes it back. After any other
+        error updates may be half done: `resume` a checkpoint, in a new engine where the CPU lane's error is raised again.
         """
         _, executor, _ = self._ready()
         assert tuple(batch.tokens.shape) == self.shape, f"batch of shape {tuple(batch.tokens.shape)}, expected {self.shape}"
@@ -193,7 +204,7 @@ class MegaTrain:
         return loss
 
     def drain(self) -> None:
-        """Return when every lane is idle and every update applied; re-raise what went wrong on the CPU lane."""
+        """Return when every lane is idle and every update applied; raise what went wrong on the CPU lane, as `train_step` does."""
         self._ready()[2].drain()
 
     def counters(self) -> dict[str, float]:

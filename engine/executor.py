@@ -1,4 +1,4 @@
-"""Runs a schedule. The only file that touches streams; the schedule alone says what waits for what.
+"""Runs a schedule: hands the work of each operation to its lane. The schedule alone says what waits for what.
 
 Invariant: an operation's work reads and writes only what the schedule declares for it, plus values that live on
 the compute lane from one computation to the next (hidden states, checkpoints, sums of gradients).
@@ -82,9 +82,13 @@ class Executor:
         self._outer_parameters = decoder.outer_parameters()
         self._num_embed = len(store.spec.layouts[0].fields)
         self._late: dict[int, tuple[int, float]] = {}
+        self._hyper = torch.empty(0)  # of the step, for updates on the device; _decide makes it
 
     def run(self, batch: Batch, step: int) -> torch.Tensor:
         """Enqueue one step; the loss, fp32, 0-dim, on the device's current stream."""
+        if len(self._tickets[1]) < len(self.ops):  # the first step, or after one that raised: tickets are missing
+            self.lanes.drain()
+            self._tickets = ([], [])
         loss = torch.zeros((), dtype=torch.float32, device=self.device)
         state = _Step(index=step, batch=batch, num_tokens=batch.num_tokens, loss=loss)
         current: list[Ticket] = []
@@ -131,6 +135,8 @@ class Executor:
 
     @torch.no_grad()
     def _embed(self, _: Op, s: _Step) -> None:
+        for gradients in self.memory.outer_gradients.values():  # a step that raised leaves its part of the sums
+            gradients.clear()
         masks = s.batch.attention_mask
         for m in range(s.batch.num_micro_batches):
             mask = None if masks is None else self._to_device(masks[m])

@@ -35,7 +35,7 @@ class Op:
     slab: int = -1
     """Device gradient slab (compute, store) of a layer."""
     host_slab: int = -1
-    """Host gradient slab (store, keep, step)."""
+    """Host gradient slab (store, keep, step, moments)."""
     reads: frozenset[str] = frozenset()
     writes: frozenset[str] = frozenset()
     waits: tuple[tuple[int, int], ...] = ()

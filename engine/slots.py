@@ -51,7 +51,11 @@ class Gradients:
         self._slabs = list(layout.views(slab).values())
         self._sums = self._slabs if wide is None else list(layout.views(wide).values())
         self._wide = wide is not None
-        self._seen = [False] * len(layout.fields)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was added: the next contribution of each parameter is its first."""
+        self._seen = [False] * len(self._layout.fields)
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Add one contribution, in the layout's order; None is zero."""
@@ -74,5 +78,5 @@ class Gradients:
             torch._foreach_copy_(self._slabs, self._sums)
         for start, end in self._layout.gaps:
             self._slab[start:end].zero_()
-        self._seen = [False] * len(self._seen)
+        self.clear()
         return self._slab

@@ -13,13 +13,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 
 from engine.marks import Marks
+from engine.recipe import NonFiniteLossError
 from engine.timeline import Interval
 
 COMPUTE_LANE, CPU_LANE = "compute", "cpu"
@@ -47,7 +48,7 @@ class Lanes(Protocol):
         """Run `work` on `lane` after every ticket in `waits`; `signals` says that another lane will wait for it."""
 
     def drain(self) -> None:
-        """Return when all lanes are idle; re-raise the first error of the CPU lane."""
+        """Return when all lanes are idle; re-raise the first error of the CPU lane, a NonFiniteLossError once."""
 
     def start_recording(self) -> None:
         """Keep begin and end of everything submitted from now on; call it when drained."""
@@ -56,7 +57,7 @@ class Lanes(Protocol):
         """What ran since `start_recording`, which this ends, in seconds since then; call it when drained."""
 
     def close(self) -> None:
-        """Stop the worker; idempotent."""
+        """Stop the worker and return when nothing runs any more; idempotent, raises nothing."""
 
 
 class CudaLanes:
@@ -106,7 +107,8 @@ class CudaLanes:
             started = time.perf_counter()
             done.wait()
             self.waited_s += time.perf_counter() - started
-        self._raise()
+        if self._error is not None:
+            self.drain()  # which raises it, once nothing of the failed step runs any more
 
     def _work(self) -> None:
         torch.cuda.set_device(self.device)
@@ -135,12 +137,8 @@ class CudaLanes:
         assert marks is not None, "start_recording comes first"
         return marks.intervals()
 
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
-
     def drain(self) -> None:
-        """Wait for the worker, then for every stream."""
+        """Wait for the worker, then for every stream; after a NonFiniteLossError, which it raises, lanes work again."""
         if self._worker is not None:
             last = Ticket(lane=CPU_LANE, done=threading.Event())
             self._queue.put((lambda: None, [], last))
@@ -148,14 +146,21 @@ class CudaLanes:
             last.done.wait()
         for stream in self._streams.values():
             stream.synchronize()
-        self._raise()
+        error = self._error
+        if isinstance(error, NonFiniteLossError):  # no update of that step was taken, and none waits in the queue
+            self._error = None
+        if error is not None:
+            raise error
 
     def close(self) -> None:
-        """End the worker thread."""
+        """End the worker thread, then wait for every stream: after an exception copies may still touch the host arena."""
         if self._worker is not None:
             self._queue.put(None)
             self._worker.join()
             self._worker = None
+            for stream in self._streams.values():
+                with suppress(RuntimeError):  # a device that failed runs nothing more
+                    stream.synchronize()
 
 
 @dataclass(kw_only=True)
@@ -190,7 +195,17 @@ class TwinLanes:
         return ticket
 
     def drain(self) -> None:
-        """Run what is held back, one random runnable lane at a time."""
+        """Run what is held back, one random runnable lane at a time; after an error the rest is given up."""
+        try:
+            self._run_held_back()
+        except BaseException:
+            for _, _, ticket in (item for held in self._pending.values() for item in held):
+                assert ticket.done is not None
+                ticket.done.set()
+            self._pending.clear()
+            raise
+
+    def _run_held_back(self) -> None:
         choice = random.Random(self.seed)
         while any(self._pending.values()):
             ready = [lane for lane, held in self._pending.items() if held and all(_is_done(w) for w in held[0][1])]
@@ -201,9 +216,9 @@ class TwinLanes:
                 if not self._pending[lane] or not all(_is_done(w) for w in self._pending[lane][0][1]):
                     break
                 work, _, ticket = self._pending[lane].popleft()
-                self._run(lane, ticket.label, work)
                 assert ticket.done is not None
-                ticket.done.set()
+                ticket.done.set()  # there is one thread: nobody sees it before the work is done, even where that raises
+                self._run(lane, ticket.label, work)
 
     def _run(self, lane: str, label: str, work: Callable[[], None]) -> None:
         start = time.perf_counter()

@@ -2,12 +2,15 @@
 
 import json
 import math
+import os
+import threading
 
 import pytest
 import torch
 
-from engine import EngineConfig, MegaTrain, NonFiniteLossError, Recipe
-from engine.streams import TwinLanes
+from engine import Batch, EngineConfig, MegaTrain, NonFiniteLossError, Recipe
+from engine.pipeline import CPU
+from engine.streams import CudaLanes, TwinLanes
 from tests.models import assert_same, make_batch, make_engine, make_model, train
 
 
@@ -39,6 +42,130 @@ def test_a_non_finite_loss_takes_no_step(models, seed, on_device, clip_norm):
         assert not current.exp_avg.any()
 
 
+BAD = {
+    "no label": (lambda b: Batch(tokens=b.tokens, labels=torch.full_like(b.labels, -100)), NonFiniteLossError),
+    "no such token": (lambda b: Batch(tokens=b.tokens + 96, labels=b.labels), IndexError),
+}
+"""What a batch can be made into that no step survives, and what it raises on the CPU."""
+
+
+def drained_step(engine: MegaTrain, batch: Batch) -> None:
+    engine.train_step(batch)
+    engine.drain()
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("clip_norm", [1.0, 0.0])
+@pytest.mark.parametrize("tied", [False, True])
+def test_training_goes_on_as_if_the_bad_step_never_was(bad, clip_norm, tied):
+    model, recipe = make_model("llama", tie_word_embeddings=tied), Recipe(lr=1e-2, clip_norm=clip_norm)
+    expected = train(make_engine(model, recipe=recipe), 6)
+    engine = make_engine(model, recipe=recipe)
+    first, _ = train(engine, 3)
+    spoilt, error = BAD[bad]
+    for _ in range(2):
+        with pytest.raises(error):
+            engine.train_step(spoilt(make_batch(3)))
+    second = train(engine, 3, first=3)
+    assert_same((first + second[0], second[1]), expected)
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("clip_norm", [1.0, 0.0])
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_a_checkpoint_takes_back_a_bad_step(models, bad, clip_norm, seed, tmp_path):
+    """With lanes that run late the error comes in the drain, as it may on CUDA, and the step was counted."""
+    recipe, (spoilt, error) = Recipe(lr=1e-2, clip_norm=clip_norm), BAD[bad]
+    expected = train(make_engine(models[torch.bfloat16], recipe=recipe), 6)
+    engine = make_engine(models[torch.bfloat16], recipe=recipe, lanes=TwinLanes(seed=seed))
+    train(engine, 3)
+    engine.save(tmp_path / "step-3")
+    with pytest.raises(error):
+        drained_step(engine, spoilt(make_batch(3)))
+    engine.resume(tmp_path / "step-3")
+    losses, parameters = train(engine, 3, first=3)
+    assert_same((losses, parameters), (expected[0][3:], expected[1]))
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_an_interrupted_backward_leaves_nothing_in_the_next_sums(monkeypatch, tmp_path, seed):
+    """Tied embeddings: the tail's part of their gradient is there when a layer fails."""
+    model = make_model("llama", tie_word_embeddings=True)
+    expected = train(make_engine(model), 4)
+    engine = make_engine(model, lanes=TwinLanes(seed=seed))
+    train(engine, 2)
+    engine.save(tmp_path / "step-2")
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.template.Template.backward", lambda *_: (_ for _ in ()).throw(RuntimeError("interrupted")))
+        with pytest.raises(RuntimeError, match="interrupted"):
+            train(engine, 1, first=2)
+    engine.resume(tmp_path / "step-2")
+    losses, parameters = train(engine, 2, first=2)
+    assert_same((losses, parameters), (expected[0][2:], expected[1]))
+
+
+def test_an_error_of_the_cpu_lane_is_not_lost_behind_another(models, monkeypatch):
+    engine = make_engine(models[torch.float32])
+    with pytest.raises(IndexError):
+        engine.train_step(BAD["no such token"][0](make_batch(0)))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._lanes, "drain", lambda: (_ for _ in ()).throw(NonFiniteLossError("step 0")))
+        with pytest.raises(NonFiniteLossError, match="step 0"):
+            engine.train_step(make_batch(0))
+    engine.train_step(make_batch(0))
+
+
+def cpu_lane(monkeypatch: pytest.MonkeyPatch) -> CudaLanes:
+    """The worker of CudaLanes without a device beside it."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    return CudaLanes(torch.device("cuda", 0), [CPU])
+
+
+@pytest.mark.parametrize(("error", "times"), [(NonFiniteLossError("bad"), 1), (MemoryError("bad"), 3)])
+@pytest.mark.parametrize("met_by_a_wait", [False, True])
+def test_the_worker_drops_what_follows_an_error_and_goes_on_after_a_loss_that_is_not_finite(
+    monkeypatch, error, times, met_by_a_wait
+):
+    lanes, ran, go = cpu_lane(monkeypatch), [], threading.Event()
+
+    def fail() -> None:
+        go.wait()
+        raise error
+
+    failed = lanes.submit(CPU, fail, [])
+    lanes.submit(CPU, lambda: ran.append("update of the bad step"), [])
+    go.set()
+    with pytest.raises(type(error)):
+        lanes._wait_host(failed.done) if met_by_a_wait else lanes.drain()
+    for _ in range(times - 1):
+        with pytest.raises(type(error)):
+            lanes.drain()
+    lanes.submit(CPU, lambda: ran.append("later"), [])
+    if times == 1:
+        lanes.drain()
+    lanes.close()
+    assert ran == (["later"] if times == 1 else [])
+
+
+def test_close_waits_for_every_stream_and_raises_nothing(monkeypatch):
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def synchronize(self) -> None:
+            assert "update" in waited, "the worker ends first, for it can enqueue no more"
+            waited.append(self.name)
+            if self.name == "h2d":
+                raise RuntimeError("CUDA error")
+
+    lanes, waited = cpu_lane(monkeypatch), []
+    lanes._streams = {name: Stream(name) for name in ("h2d", "d2h", "compute")}
+    lanes.submit(CPU, lambda: waited.append("update"), [])
+    lanes.close()
+    lanes.close()
+    assert waited == ["update", "h2d", "d2h", "compute"]
+
+
 @pytest.mark.parametrize(("master", "late_moments"), [("split", True), ("fp32", True), ("bf16", True), ("split", False)])
 def test_save_and_resume_continue_bit_identically(models, tmp_path, master, late_moments):
     recipe = Recipe(lr=1e-2, schedule="linear", warmup_steps=2, total_steps=9)
@@ -68,6 +195,45 @@ def test_save_is_whole_or_not_at_all(models, tmp_path, monkeypatch):
         engine.resume(tmp_path / "missing")
     with pytest.raises(ValueError, match="has master 'split'"):
         make_engine(models[torch.bfloat16], master="fp32").resume(tmp_path / "whole")
+
+
+def test_a_float32_checkpoint_does_not_depend_on_the_master_that_it_has_not(models, tmp_path):
+    engine = make_engine(models[torch.float32], master="split")
+    train(engine, 2)
+    engine.save(tmp_path / "step-2")
+    other = make_engine(models[torch.float32], master="fp32")
+    other.resume(tmp_path / "step-2")
+    assert_same(train(other, 2, first=2), train(engine, 2, first=2))
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_a_checkpoint_has_the_mode_that_the_umask_gives(models, tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        make_engine(models[torch.float32]).save(tmp_path / "saved")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "saved").stat().st_mode & 0o777 == 0o777 & ~umask
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "{}", '{"step": "3"}', "{", ""])
+def test_a_description_that_save_did_not_write_is_one_line(models, tmp_path, text):
+    (tmp_path / "state.json").write_text(text)
+    with pytest.raises(ValueError, match="is no checkpoint, allowed a directory that save\\(\\) wrote") as caught:
+        make_engine(models[torch.float32]).resume(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_that_lacks_a_block_is_one_line_and_changes_nothing(models, tmp_path):
+    engine = make_engine(models[torch.float32])
+    engine.save(tmp_path / "saved")
+    (tmp_path / "saved" / "block-0003.pt").unlink()
+    losses, parameters = train(engine, 2)
+    with pytest.raises(ValueError, match=r"has no block-0003\.pt, allowed one a block") as caught:
+        engine.resume(tmp_path / "saved")
+    assert "\n" not in str(caught.value)
+    assert_same((losses, dict(engine.parameters())), (losses, parameters))
 
 
 @pytest.mark.parametrize("offloaded", [0, 2])
@@ -115,6 +281,9 @@ def test_plan_allocates_nothing(models):
         ({"depth": 0}, "system.depth: got 0, allowed an integer >= 1"),
         ({"depth": "x"}, "system.depth: got 'x'"),
         ({"streams": 4}, "system.streams: got 4, allowed 1, 2 or 3"),
+        ({"streams": [1]}, r"system.streams: got \[1\], allowed 1, 2 or 3"),
+        ({"streams": True}, "system.streams: got True, allowed 1, 2 or 3"),
+        ({"num_threads": 100_000}, "system.num_threads: got 100000, allowed an integer 0 to 4096; set system.num_threads=0"),
         ({"checkpoint_interval": 0}, "system.checkpoint_interval: got 0"),
         ({"gradient_slabs": -1}, "system.gradient_slabs: got -1"),
         ({"loss_chunk": 0}, "system.loss_chunk: got 0"),
@@ -137,6 +306,15 @@ def test_missing_weights_are_named():
     engine = MegaTrain(make_model("qwen2"), recipe=Recipe(), micro_batch_size=1, seq_len=8, dtype=torch.float32)
     with pytest.raises(ValueError, match=r"parameters were not given, lm_head\.weight among them"):
         engine.setup([])
+
+
+@pytest.mark.parametrize("name", ["foo", "model.layers.7.mlp.up_proj.weight", "model.layers.0.nope", "model.layers.x.nope"])
+def test_weights_of_another_model_are_named(models, name):
+    model = models[torch.float32]
+    engine = MegaTrain(make_model("qwen2"), recipe=Recipe(), micro_batch_size=1, seq_len=8, dtype=torch.float32)
+    with pytest.raises(ValueError, match=rf"weights: got '{name}', allowed the model's 39 parameters, lm_head\.weight") as caught:
+        engine.setup([(name, model.lm_head.weight)])
+    assert "\n" not in str(caught.value)
 
 
 def test_counters_are_the_bytes_of_the_schedule(models):

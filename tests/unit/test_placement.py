@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engine.cost import LAYER_EFFICIENCY, UPDATE_BYTES, WEIGHTS_BYTES, Cost, Rates
+from engine.host import HostSpec
 from engine.layout import Layout, pack
 from engine.pipeline import Pipeline
 from engine.placement import AUTO, EQUAL, choose
@@ -77,6 +78,13 @@ def test_everything_on_the_device_is_forward_and_backward_alone():
 def test_without_clipping_updates_run_beside_the_backward():
     # The last gradients are those of layer 1 and embed; their updates, 20 ms each, are what the next forward waits for.
     assert step_s(replace(PIPELINE, clip=False)) == pytest.approx(0.080 + 0.240 + 0.040 * SHARED, rel=1e-3)
+
+
+def test_bytes_of_an_update_are_those_of_its_arrays():
+    held = HostSpec(layouts=layouts(1), dtype=torch.bfloat16, master="split", slabs={}).host_bytes()
+    state, moments = (sum(held[kind] for kind in kinds) / (3 * NUMEL) for kinds in (("weights", "master", "moments"), ("moments",)))
+    assert 2 * state + 2 == UPDATE_BYTES  # all of it read and written, the gradient read
+    assert 2 * (state - moments) + moments + 2 == WEIGHTS_BYTES  # the moments are read only
 
 
 def test_a_slow_link_bounds_the_step():
