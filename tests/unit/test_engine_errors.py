@@ -1,0 +1,152 @@
+"""After a step that went wrong: what is raised, what has not changed, and how training goes on."""
+
+import math
+import threading
+
+import pytest
+import torch
+
+from engine import Batch, MegaTrain, NonFiniteLossError, Recipe
+from engine.pipeline import CPU
+from engine.streams import CudaLanes, TwinLanes
+from tests.models import assert_same, make_batch, make_engine, make_model, train
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("on_device", [0, 2, 6])
+@pytest.mark.parametrize("clip_norm", [1.0, 0.0])
+def test_a_non_finite_loss_takes_no_step(models, seed, on_device, clip_norm):
+    recipe, lanes = Recipe(lr=1e-2, clip_norm=clip_norm), TwinLanes(seed=seed)
+    engine = make_engine(models[torch.float32], recipe=recipe, lanes=lanes, device_optimizer=on_device)
+    state = engine._store.states[2]
+    state.weight[5] = math.nan
+    before = [s.weight.clone() for s in engine._store.states]
+    with pytest.raises(NonFiniteLossError, match="no optimizer step was taken"):
+        train(engine, 1)
+    for kept, current in zip(before, engine._store.states, strict=True):
+        assert torch.equal(kept.view(torch.int32), current.weight.view(torch.int32))
+        assert not current.exp_avg.any()
+
+
+BAD = {
+    "no label": (lambda b: Batch(tokens=b.tokens, labels=torch.full_like(b.labels, -100)), NonFiniteLossError),
+    "no such token": (lambda b: Batch(tokens=b.tokens + 96, labels=b.labels), IndexError),
+}
+"""What a batch can be made into that no step survives, and what it raises on the CPU."""
+
+
+def drained_step(engine: MegaTrain, batch: Batch) -> None:
+    engine.train_step(batch)
+    engine.drain()
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("clip_norm", [1.0, 0.0])
+@pytest.mark.parametrize("tied", [False, True])
+def test_training_goes_on_as_if_the_bad_step_never_was(bad, clip_norm, tied):
+    model, recipe = make_model("llama", tie_word_embeddings=tied), Recipe(lr=1e-2, clip_norm=clip_norm)
+    expected = train(make_engine(model, recipe=recipe), 6)
+    engine = make_engine(model, recipe=recipe)
+    first, _ = train(engine, 3)
+    spoilt, error = BAD[bad]
+    for _ in range(2):
+        with pytest.raises(error):
+            engine.train_step(spoilt(make_batch(3)))
+    second = train(engine, 3, first=3)
+    assert_same((first + second[0], second[1]), expected)
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("clip_norm", [1.0, 0.0])
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_a_checkpoint_takes_back_a_bad_step(models, bad, clip_norm, seed, tmp_path):
+    """With lanes that run late the error comes in the drain, as it may on CUDA, and the step was counted."""
+    recipe, (spoilt, error) = Recipe(lr=1e-2, clip_norm=clip_norm), BAD[bad]
+    expected = train(make_engine(models[torch.bfloat16], recipe=recipe), 6)
+    engine = make_engine(models[torch.bfloat16], recipe=recipe, lanes=TwinLanes(seed=seed))
+    train(engine, 3)
+    engine.save(tmp_path / "step-3")
+    with pytest.raises(error):
+        drained_step(engine, spoilt(make_batch(3)))
+    engine.resume(tmp_path / "step-3")
+    losses, parameters = train(engine, 3, first=3)
+    assert_same((losses, parameters), (expected[0][3:], expected[1]))
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_an_interrupted_backward_leaves_nothing_in_the_next_sums(monkeypatch, tmp_path, seed):
+    """Tied embeddings: the tail's part of their gradient is there when a layer fails."""
+    model = make_model("llama", tie_word_embeddings=True)
+    expected = train(make_engine(model), 4)
+    engine = make_engine(model, lanes=TwinLanes(seed=seed))
+    train(engine, 2)
+    engine.save(tmp_path / "step-2")
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.template.Template.backward", lambda *_: (_ for _ in ()).throw(RuntimeError("interrupted")))
+        with pytest.raises(RuntimeError, match="interrupted"):
+            train(engine, 1, first=2)
+    engine.resume(tmp_path / "step-2")
+    losses, parameters = train(engine, 2, first=2)
+    assert_same((losses, parameters), (expected[0][2:], expected[1]))
+
+
+def test_an_error_of_the_cpu_lane_is_not_lost_behind_another(models, monkeypatch):
+    engine = make_engine(models[torch.float32])
+    with pytest.raises(IndexError):
+        engine.train_step(BAD["no such token"][0](make_batch(0)))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._lanes, "drain", lambda: (_ for _ in ()).throw(NonFiniteLossError("step 0")))
+        with pytest.raises(NonFiniteLossError, match="step 0"):
+            engine.train_step(make_batch(0))
+    engine.train_step(make_batch(0))
+
+
+def cpu_lane(monkeypatch: pytest.MonkeyPatch) -> CudaLanes:
+    """The worker of CudaLanes without a device beside it."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    return CudaLanes(torch.device("cuda", 0), [CPU])
+
+
+@pytest.mark.parametrize(("error", "times"), [(NonFiniteLossError("bad"), 1), (MemoryError("bad"), 3)])
+@pytest.mark.parametrize("met_by_a_wait", [False, True])
+def test_the_worker_drops_what_follows_an_error_and_goes_on_after_a_loss_that_is_not_finite(
+    monkeypatch, error, times, met_by_a_wait
+):
+    lanes, ran, go = cpu_lane(monkeypatch), [], threading.Event()
+
+    def fail() -> None:
+        go.wait()
+        raise error
+
+    failed = lanes.submit(CPU, fail, [])
+    lanes.submit(CPU, lambda: ran.append("update of the bad step"), [])
+    go.set()
+    with pytest.raises(type(error)):
+        lanes._wait_host(failed.done) if met_by_a_wait else lanes.drain()
+    for _ in range(times - 1):
+        with pytest.raises(type(error)):
+            lanes.drain()
+    lanes.submit(CPU, lambda: ran.append("later"), [])
+    if times == 1:
+        lanes.drain()
+    lanes.close()
+    assert ran == (["later"] if times == 1 else [])
+
+
+def test_close_waits_for_every_stream_and_raises_nothing(monkeypatch):
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def synchronize(self) -> None:
+            assert "update" in waited, "the worker ends first, for it can enqueue no more"
+            waited.append(self.name)
+            if self.name == "h2d":
+                raise RuntimeError("CUDA error")
+
+    lanes, waited = cpu_lane(monkeypatch), []
+    lanes._streams = {name: Stream(name) for name in ("h2d", "d2h", "compute")}
+    lanes.submit(CPU, lambda: waited.append("update"), [])
+    lanes.close()
+    lanes.close()
+    assert waited == ["update", "h2d", "d2h", "compute"]
