@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,61 +23,32 @@ Emit = Callable[..., None]
 """emit(event, **fields): progress to whoever watches; must return at once."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """What the loop saw."""
-
-    losses: list[float]
-    """Mean loss per label token of every step, warm-up included, nats."""
-    window_s: list[float]
-    """Seconds of each window, one sample each."""
-    window_tokens: list[int]
-    """Label tokens trained on in each window; padding is never one."""
-    num_steps: int
-    """Steps in one window."""
-
-    @property
-    def step_s(self) -> list[float]:
-        """Seconds a step, one entry a window."""
-        return [seconds / self.num_steps for seconds in self.window_s]
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Label tokens of all windows over all their seconds."""
-        return sum(self.window_tokens) / sum(self.window_s)
-
-
-def measure(
-    system: TrainingSystem, batches: Iterator[Batch], spec: Measure, emit: Emit, watch: Stopwatch | None = None
-) -> Measurement:
+def measure(system: TrainingSystem, batches: Iterator[Batch], spec: Measure, emit: Emit, watch: Stopwatch | None = None) -> None:
     """Train `spec.num_steps` steps of a system that is set up, and time the windows among them.
 
-    A first window slower than `spec.stop_below` is the last.
+    What it saw leaves as `losses` events, one for the warm-up and one a window: first_step; losses, mean per label token,
+    nats; seconds, None for the warm-up; num_tokens, those with a label. A first window slower than `spec.stop_below` is the last.
 
     Raises NonFiniteLossError, after the step's window was reported, when a loss is NaN or infinite.
     """
     watch = watch or Stopwatch()
-    losses: list[float] = []
-    seconds: list[float] = []
-    tokens: list[int] = []
     emit("phase", name="warm-up")
     warmup = [next(batches) for _ in range(spec.warmup_steps)]
     pending = _enqueue(system, warmup, 0, emit)
     system.drain()
-    losses += _read(pending, 0, emit, seconds=None, num_tokens=0)
+    _read(pending, 0, emit, seconds=None, num_tokens=0)
     emit("phase", name="windows")
-    for _ in range(spec.windows):
+    for window in range(spec.windows):
+        first_step = spec.warmup_steps + window * spec.steps_per_window
         steps = [next(batches) for _ in range(spec.steps_per_window)]
         num_tokens = sum(batch.num_tokens for batch in steps)
         watch.start()
-        pending = _enqueue(system, steps, len(losses), emit)
+        pending = _enqueue(system, steps, first_step, emit)
         system.drain()
-        seconds.append(watch.stop())
-        tokens.append(num_tokens)
-        losses += _read(pending, len(losses), emit, seconds=seconds[-1], num_tokens=num_tokens)
-        if len(seconds) == 1 and num_tokens < spec.stop_below * seconds[0]:
+        seconds = watch.stop()
+        _read(pending, first_step, emit, seconds=seconds, num_tokens=num_tokens)
+        if window == 0 and num_tokens < spec.stop_below * seconds:
             break
-    return Measurement(losses=losses, window_s=seconds, window_tokens=tokens, num_steps=spec.steps_per_window)
 
 
 def _enqueue(system: TrainingSystem, steps: Sequence[Batch], first: int, emit: Emit) -> list[torch.Tensor]:
@@ -90,14 +60,13 @@ def _enqueue(system: TrainingSystem, steps: Sequence[Batch], first: int, emit: E
     return pending
 
 
-def _read(pending: Sequence[torch.Tensor], first: int, emit: Emit, *, seconds: float | None, num_tokens: int) -> list[float]:
+def _read(pending: Sequence[torch.Tensor], first: int, emit: Emit, *, seconds: float | None, num_tokens: int) -> None:
     losses = [float(loss) for loss in pending]
     if losses:
         emit("losses", first_step=first, losses=losses, seconds=seconds, num_tokens=num_tokens)
     for number, loss in enumerate(losses, first):
         if not math.isfinite(loss):
             raise NonFiniteLossError(f"step {number}: the loss is {loss}; lower recipe.lr or look at the data")
-    return losses
 
 
 def trace(system: TrainingSystem, batches: Iterator[Batch], num_steps: int, path: Path) -> None:

@@ -56,29 +56,29 @@ def forever():
         yield Batch(tokens=tokens, labels=torch.where(torch.arange(4) == 3, -100, tokens))
 
 
-def run(system: Recorder, **fields: float) -> tuple[bench.Measurement, list[dict]]:
+def run(system: Recorder, **fields: float) -> list[dict]:
+    """The `losses` events of eight steps: two of warm-up, two windows of three."""
     events: list[dict] = []
     spec = Measure(**{"warmup_steps": 2, "windows": 2, "steps_per_window": 3, **fields})
-    measured = bench.measure(
-        system, forever(), spec, lambda event, **more: events.append({"event": event, **more}), Stopwatch(system.clock)
-    )
-    return measured, events
+    bench.measure(system, forever(), spec, lambda event, **more: events.append({"event": event, **more}), Stopwatch(system.clock))
+    return [event for event in events if event["event"] == "losses"]
 
 
 def test_windows_lie_between_drains() -> None:
     system = Recorder()
-    measured, _ = run(system)
+    warmup, *windows = run(system)
     window = ["clock", "step", "step", "step", "drain", "clock"]
     assert system.calls == ["step", "step", "drain", *window, *window]
-    assert measured.step_s == [3.5 / 3] * 2
-    assert measured.tokens_per_s == 36 / 7  # 6 label tokens a step: the ignored ones are not counted
-    assert measured.losses == [float(number) for number in range(8)]
+    assert (warmup["first_step"], warmup["losses"], warmup["seconds"]) == (0, [0.0, 1.0], None)
+    assert [event["losses"] for event in windows] == [[2.0, 3.0, 4.0], [5.0, 6.0, 7.0]]
+    assert [event["first_step"] for event in windows] == [2, 5]
+    assert [event["seconds"] for event in windows] == [3.5, 3.5]
+    assert [event["num_tokens"] for event in windows] == [18, 18]  # 6 label tokens a step: the ignored ones are not counted
 
 
 def test_a_slow_first_window_is_the_last() -> None:
-    for stop_below, windows in ((5.2, 1), (5.1, 2)):  # 18 label tokens in 3.5 s are 5.14 a second
-        measured, _ = run(Recorder(), stop_below=stop_below)
-        assert len(measured.window_s) == windows
+    for stop_below, num_windows in ((5.2, 1), (5.1, 2)):  # 18 label tokens in 3.5 s are 5.14 a second
+        assert len(run(Recorder(), stop_below=stop_below)) == 1 + num_windows
 
 
 def test_a_nan_is_reported_and_raised() -> None:
@@ -276,3 +276,18 @@ def test_a_row_keeps_the_prediction_beside_the_planned_bytes():
     for said, expected in (([plan], {}), ([plan, {"event": "predicted", "prediction": prediction}], prediction)):
         row = row_of(cell, Outcome(events=said), started_at="", machine={})
         assert row.plan == {"device": {"weights": 1}, "host": {}, **expected}
+
+
+def test_a_row_counts_the_tokens_of_all_windows_over_their_seconds():
+    auto.register()
+    (cell,) = command_of(["model=tiny", "system=megatrain", "measure.windows=2", "measure.steps_per_window=3"]).cells
+    said = [
+        {"event": "plan", "flops_per_token": {"6p": 2e12}},
+        {"event": "losses", "losses": [9.0], "seconds": None, "num_tokens": 0},
+    ]
+    said += [{"event": "losses", "losses": [1.0] * 3, "seconds": seconds, "num_tokens": 18} for seconds in (3.0, 4.0)]
+    row = row_of(cell, Outcome(status="ok", events=said), started_at="", machine={"matrix_peak_tflops": 36.0})
+    assert (row.step_s, row.tokens_per_s) == ([1.0, 4 / 3], 36 / 7)
+    assert (row.tflops_6p, row.mfu) == (pytest.approx(72 / 7), pytest.approx(2 / 7))
+    assert row.losses == [9.0] + [1.0] * 6
+    assert row_of(cell, Outcome(status="timeout", events=said), started_at="", machine={}).tokens_per_s is None
