@@ -54,6 +54,7 @@ class Standing:
     plan: dict[str, Any]
     """As the row has it: planned bytes by kind, and seconds a step where the system predicts them."""
     final_loss: float | None
+    heldout_loss: float | None
     losses: list[float]
     max_loss_difference: float | None
     agrees: bool | None
@@ -310,6 +311,7 @@ def standing_of(record: Mapping[Hashable, Any]) -> Standing:
         plan_host_bytes=known.get("plan_host_bytes"),
         plan=known["plan"],
         final_loss=known.get("final_loss"),
+        heldout_loss=known.get("heldout_loss"),
         losses=known["losses"],
         max_loss_difference=known.get("max_loss_difference"),
         agrees=bool(known["agrees"]) if "agrees" in known else None,

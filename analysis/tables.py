@@ -112,6 +112,7 @@ COLUMNS: tuple[Column, ...] = (
     Column(title="host\nGB", cell=_host, drop=9),
     Column(title="host\nB/param", cell=lambda one: _number(one.host_bytes_per_param, ".1f") if one.measured else None, drop=3),
     Column(title=LAST_LOSS, cell=_last_loss, drop=7),
+    Column(title="held-out\nloss", cell=lambda one: _number(one.heldout_loss, ".4f"), drop=3),
     Column(title="max\n|Δloss|", cell=_gap, drop=6),
     Column(title="agrees", cell=_agrees),
 )

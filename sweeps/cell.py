@@ -98,7 +98,7 @@ def work(cell: Cell, emit: Emitter) -> None:
 
     from baselines.model import initial_weights
     from baselines.system import build
-    from sweeps import bench, data
+    from sweeps import bench, data, heldout
 
     spec = cell.spec()
     if cell.machine.device == "cuda" and cell.machine.device_bytes:
@@ -116,6 +116,7 @@ def work(cell: Cell, emit: Emitter) -> None:
         emit("failed", status="wont_fit", reason=refusal)
         return
     emit("phase", name="setup")
+    model = None
     try:
         system.setup(initial_weights(spec.model, cell.seed, spec.dtype, spec.device))
         bench.measure(system, steps, cell.measure, emit)
@@ -126,6 +127,8 @@ def work(cell: Cell, emit: Emitter) -> None:
             allocated_bytes=torch.cuda.max_memory_allocated() if cuda else None,
             reserved_bytes=torch.cuda.max_memory_reserved() if cuda else None,
         )
+        if cell.measure.heldout_sequences:
+            model = heldout.trained(system, cell)
         if cell.measure.trace:
             path = cell.output_dir / "traces" / f"{cell.hash}-{cell.system}.json"
             if hasattr(system, "record"):
@@ -133,6 +136,8 @@ def work(cell: Cell, emit: Emitter) -> None:
             bench.trace(system, steps, cell.measure.steps_per_window, path)
     finally:
         system.close()
+    if model is not None:  # its device may have had no room before
+        emit("heldout", loss=heldout.loss(model, cell))
 
 
 def main() -> int:

@@ -83,6 +83,18 @@ def batches(corpus: Corpus, shape: Shape, seed: int) -> Iterator[Batch]:
     return _epochs(corpus.train[: num_sequences * length].view(num_sequences, length), shape, seed)
 
 
+def heldout(corpus: Corpus, shape: Shape, num_sequences: int) -> torch.Tensor:
+    """The first sequences of the held-out tail: uint8 [num_sequences, seq_len + 1]. ValueError where it holds fewer."""
+    length = shape.seq_len + 1
+    held = corpus.heldout.numel() // length
+    if num_sequences > held:
+        raise ValueError(
+            f"measure.heldout_sequences: got {num_sequences}, allowed at most {held} of {shape.seq_len} tokens "
+            f"({corpus.heldout.numel()} bytes are held out); lower it or raise data.heldout_fraction"
+        )
+    return corpus.heldout[: num_sequences * length].view(num_sequences, length)
+
+
 def _epochs(sequences: torch.Tensor, shape: Shape, seed: int) -> Iterator[Batch]:
     shuffled = random.Random(seed)  # its order is fixed across Python versions and platforms
     order: list[int] = []

@@ -22,8 +22,8 @@ from typing import Any
 from sweeps.memory import DeviceSampler, Sampler
 
 Event = Mapping[str, Any]
-"""{"event": name, ...}: plan, predicted, phase, step, losses, done, failed, invalid from the cell; seen from a look at many
-(sweeps.check); memory from the parent."""
+"""{"event": name, ...}: plan, predicted, phase, step, losses, done, heldout, failed, invalid from the cell; seen from a look at
+many (sweeps.check); memory from the parent."""
 POLL_S = 0.05
 
 
@@ -118,7 +118,7 @@ def _watch(
                 on_event(event)
         elif child.poll() is not None:
             break  # a grandchild may hold the pipe open after the cell is gone
-        if (now := sampler.poll()) is not None:
+        if not outcome.last("done") and (now := sampler.poll()) is not None:  # what comes after is no part of the measurement
             on_event({"event": "memory", **now})
         if time.monotonic() > deadline:
             return True

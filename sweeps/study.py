@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from sweeps import auto, ceilings, environment
 from sweeps.check import survey
 from sweeps.config import Cell, Machine, cell_from
-from sweeps.data import batches, corpus_of
+from sweeps.data import batches, corpus_of, heldout
 from sweeps.isolate import Event, Outcome, run_isolated
 from sweeps.memory import device_sampler
 from sweeps.result import BENCH_VERSION, Row, compared, host_split, read_rows
@@ -39,6 +39,7 @@ def compose_cell(cfg: DictConfig) -> Cell:
     cell = cell_from(plain)
     corpus = corpus_of(cell.data)
     batches(corpus, cell.shape, cell.seed)  # lazy: refuses a text too short for the shape, makes no batch
+    heldout(corpus, cell.shape, cell.measure.heldout_sequences)
     plain["data"]["digest"] = corpus.digest
     return cell_from(plain)
 
@@ -201,6 +202,7 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
         mfu=_share(tflops.get("6p"), machine.get("matrix_peak_tflops")),
         mfu_datasheet=_share(tflops.get("6p"), machine.get("datasheet_tflops")),
         losses=[loss for event in read for loss in event["losses"]],
+        heldout_loss=outcome.last("heldout").get("loss") if measured else None,
         dtypes=dict(plan.get("dtypes", {})),
         caveat=plan.get("caveat"),
         peak_device_bytes=memory["allocated"],
