@@ -26,6 +26,7 @@ from sweeps.isolate import Event, Outcome, run_isolated
 from sweeps.memory import device_sampler
 from sweeps.result import BENCH_VERSION, Row, compared, host_split, read_rows
 from sweeps.sinks import ConsoleSink, JsonlSink, Sink, wandb_sink
+from sweeps.upload import offline_run
 
 RETRIED = ("error", "timeout", "oom_host", "unsupported", "wont_fit")
 """Statuses that another run may change: installing, freeing memory, raising a limit. The others stand."""
@@ -102,7 +103,11 @@ def run_cell(cell: Cell, label: str) -> Row:
             f"{label} {cell.system}: skipped, {cell.hash} is already {known.status} ({speed}; {known.started_at}, {commit})",
             flush=True,
         )
-        return known if _labelled(known, cell) else _relabelled(known, cell)
+        if not _labelled(known, cell):
+            return _relabelled(known, cell)
+        if cell.logging.wandb == "offline" and offline_run(known, cell.output_dir, cell.logging.project) is None:
+            wandb_sink(cell.rows_path, cell.logging.wandb, cell.logging.project).row(known)  # who wrote it was stopped before that
+        return known
     sinks: list[Sink] = [*_records(cell), ConsoleSink(label)]
     log = cell.output_dir / "logs" / f"{cell.system}-{cell.hash}.log"
     try:

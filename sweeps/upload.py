@@ -30,15 +30,19 @@ def run_id(row: Row) -> str:
     return digest([row.cell, row.started_at, row.machine, *taken])
 
 
+def offline_run(row: Row, folder: Path, project: str) -> Path | None:
+    """The folder of the row's offline run below `folder`, if one was written to its end for that project."""
+    markers = sorted(folder.glob(f"wandb/offline-run-*-{run_id(row)}/{WHOLE}"))
+    return next((marker.parent for marker in markers if marker.read_text() == project), None)
+
+
 def upload(row: Row, file: Path, position: int, mode: str, project: str) -> Path:
     """Write one run into the folder wandb beside `file`, where the row has that position; the run's own folder."""
     import wandb
 
     identity, folder = run_id(row), file.resolve().parent
-    done = sorted(folder.glob(f"wandb/offline-run-*-{identity}/{WHOLE}")) if mode == "offline" else []
-    for marker in done:
-        if marker.read_text() == project:
-            return marker.parent
+    if mode == "offline" and (done := offline_run(row, folder, project)):
+        return done
     settings = wandb.Settings(
         console="off", silent=True, x_disable_stats=True, x_disable_meta=True, disable_git=True, disable_code=True
     )

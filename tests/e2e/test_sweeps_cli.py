@@ -50,17 +50,17 @@ def _interruptible() -> None:
 
 
 @contextmanager
-def first_step_of(output: Path, *overrides: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A sweep whose first cell has done its first step, and that cell's process."""
+def first_step_of(output: Path, *overrides: str, cell: int = 1) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A sweep whose cell of that number has done its first step, and that cell's process."""
     command = command_of(output, *overrides)
     # Under nohup or in a script's background, SIGINT is ignored, and what we start would inherit that.
     with subprocess.Popen(
         command, cwd=ROOT, env=ENVIRONMENT, stdout=PIPE, stderr=PIPE, text=True, preexec_fn=_interruptible
     ) as parent:
         assert parent.stdout is not None
-        for line in parent.stdout:
-            if "step 1/" in line:
-                break
+        firsts = (line for line in parent.stdout if "step 1/" in line)
+        for _ in range(cell):
+            next(firsts)
         (child,) = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
         yield parent, int(child)
 
@@ -208,9 +208,9 @@ def test_a_study_says_what_is_left_of_it(study: Study) -> None:
 
 
 def test_runs_and_rows_give_the_same_frame(study: Study) -> None:
-    """The first command fed no run: uploading adds its two, and none to those of the others."""
+    """The first command fed no run, the second made up for what it skipped: uploading adds the killed cell's, and no other."""
     runs = study.output / "wandb"
-    assert len(list(runs.glob("offline-run-*"))) == len(study.rows[-1]) - 2
+    assert len(list(runs.glob("offline-run-*"))) == len(study.rows[-1]) - 1
     command = [sys.executable, "-m", "sweeps.upload", str(study.output)]
     subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, timeout=120, check=True)
     assert len(list(runs.glob("offline-run-*"))) == len(study.rows[-1])
@@ -276,8 +276,28 @@ def test_interrupting_leaves_no_row_and_no_cell(tmp_path: Path) -> None:
     assert parent.returncode == 130
     assert errors.startswith("interrupted: ")
     assert len(errors.strip().splitlines()) == 1
-    deadline = time.monotonic() + 10
+    assert ends(child)
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+def ends(child: int, seconds: float = 10.0) -> bool:
+    """Whether a process is gone within that time."""
+    deadline = time.monotonic() + seconds
     while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not Path(f"/proc/{child}").exists()
-    assert not (tmp_path / "rows.jsonl").exists()
+    return not Path(f"/proc/{child}").exists()
+
+
+def test_a_killed_study_goes_on_where_it_was(tmp_path: Path) -> None:
+    """SIGKILL, which nothing can clean up after, reaches the study itself while its second cell works."""
+    both = ["--multirun", "system=megatrain", "system.depth=1,2", *SMALL, "logging=none"]
+    with first_step_of(tmp_path, *both, "measure.windows=200", cell=2) as (parent, child):
+        parent.kill()
+    assert ends(child), "the cell outlived its study"
+    (first,) = read_rows(tmp_path / "rows.jsonl")
+    again = sweep(tmp_path, *both, "measure.windows=200")
+    assert again.returncode == 0, again
+    assert again.stdout.count("skipped") == 1
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert [(row.status, row.config["system"]["depth"]) for row in rows] == [("ok", 1), ("ok", 2)]
+    assert rows[0] == first
