@@ -127,7 +127,7 @@ def work(cell: Cell, emit: Emitter) -> None:
             allocated_bytes=torch.cuda.max_memory_allocated() if cuda else None,
             reserved_bytes=torch.cuda.max_memory_reserved() if cuda else None,
         )
-        if cell.measure.heldout_sequences:
+        if cell.measure.heldout_tokens:
             model = heldout.trained(system, cell)
         if cell.measure.trace:
             path = cell.output_dir / "traces" / f"{cell.hash}-{cell.system}.json"

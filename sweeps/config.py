@@ -61,14 +61,14 @@ class Measure:
     """Files of conf/system that are measured in every repeat; the others only in the first. Empty: all of them."""
     stop_below: float = 0.0
     """Tokens/s; a first window slower than that is the last."""
-    heldout_sequences: int = 0
-    """Held-out sequences on which the trained parameters are evaluated after the measurement; 0 evaluates none."""
+    heldout_tokens: int = 0
+    """Held-out tokens, in sequences of seq_len, on which the trained parameters are evaluated after the measurement; 0: none."""
 
     def __post_init__(self) -> None:
         _at_least("measure.repeat", self.repeat, 1)
         if not self.stop_below >= 0:
             raise ValueError(f"measure.stop_below: got {self.stop_below}, allowed >= 0; 0 measures every window")
-        _at_least("measure.heldout_sequences", self.heldout_sequences, 0)
+        _at_least("measure.heldout_tokens", self.heldout_tokens, 0)
         _at_least("measure.warmup_steps", self.warmup_steps, 0)
         _at_least("measure.windows", self.windows, 1)
         _at_least("measure.steps_per_window", self.steps_per_window, 1)

@@ -83,15 +83,10 @@ def batches(corpus: Corpus, shape: Shape, seed: int) -> Iterator[Batch]:
     return _epochs(corpus.train[: num_sequences * length].view(num_sequences, length), shape, seed)
 
 
-def heldout(corpus: Corpus, shape: Shape, num_sequences: int) -> torch.Tensor:
-    """The first sequences of the held-out tail: uint8 [num_sequences, seq_len + 1]. ValueError where it holds fewer."""
-    length = shape.seq_len + 1
-    held = corpus.heldout.numel() // length
-    if num_sequences > held:
-        raise ValueError(
-            f"measure.heldout_sequences: got {num_sequences}, allowed at most {held} of {shape.seq_len} tokens "
-            f"({corpus.heldout.numel()} bytes are held out); lower it or raise data.heldout_fraction"
-        )
+def heldout(corpus: Corpus, seq_len: int, num_tokens: int) -> torch.Tensor:
+    """The first sequences of the held-out tail, as many as `num_tokens` fill but one at least: uint8 [sequences, seq_len + 1]."""
+    length = seq_len + 1
+    num_sequences = min(max(1, num_tokens // seq_len), corpus.heldout.numel() // length)
     return corpus.heldout[: num_sequences * length].view(num_sequences, length)
 
 

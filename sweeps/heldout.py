@@ -22,14 +22,14 @@ def trained(system: TrainingSystem, cell: Cell) -> nn.Module:
 
 
 @torch.no_grad()
-def loss(model: nn.Module, cell: Cell) -> float:
-    """Mean over the label tokens of `measure.heldout_sequences` sequences, one at a time on the cell's device; nats."""
-    spec, corpus = cell.spec(), data.corpus_of(cell.data)
-    shape = Shape(batch_size=1, seq_len=cell.shape.seq_len, num_micro_batches=1)
+def loss(model: nn.Module, cell: Cell) -> float | None:
+    """Mean over the label tokens of `measure.heldout_tokens`, a sequence at a time on the cell's device, nats; None: no text."""
+    spec, seq_len = cell.spec(), cell.shape.seq_len
+    shape = Shape(batch_size=1, seq_len=seq_len, num_micro_batches=1)
     plain = CausalLMLoss(model.to(spec.device).eval(), activation_checkpointing=False)
     total, num_tokens = 0.0, 0
-    for sequence in data.heldout(corpus, cell.shape, cell.measure.heldout_sequences):
+    for sequence in data.heldout(data.corpus_of(cell.data), seq_len, cell.measure.heldout_tokens):
         batch = data.pack([sequence], shape)
         total += float(plain(batch.tokens[0].to(spec.device), batch.labels[0].to(spec.device), None, 1))
         num_tokens += batch.num_tokens
-    return total / num_tokens
+    return total / num_tokens if num_tokens else None

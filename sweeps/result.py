@@ -29,7 +29,7 @@ HISTORY = ("losses", "step_s")
 NO_ROOM = ("wont_fit", "oom_device", "oom_host")
 UNHASHED = ("experiment", "logging", "output_dir")
 """Groups of a config that cannot change a measurement. Of machine only device and its cap can, of measure all but the next."""
-UNHASHED_MEASURE = ("timeout_s", "repeated", "stop_below", "heldout_sequences")
+UNHASHED_MEASURE = ("timeout_s", "repeated", "stop_below", "heldout_tokens")
 NEUTRAL = ("num_micro_batches", "omp_num_threads", "numactl")
 """Knobs of any system that are as good as not there while they are 0 or empty."""
 LOSS_TOLERANCE = 2e-3
@@ -73,7 +73,7 @@ class Row:
     losses: list[float] = field(default_factory=list)
     """Loss of every step, warm-up included, in order."""
     heldout_loss: float | None = None
-    """Mean over the label tokens of measure.heldout_sequences sequences, of the plain model with the trained parameters."""
+    """Mean over the label tokens of measure.heldout_tokens of the held-out text, of the plain model with the trained parameters."""
     agrees: bool | None = None
     """Largest |loss - reference loss| <= LOSS_TOLERANCE over the steps both ran; None without a reference row."""
     max_loss_difference: float | None = None

@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from sweeps import auto, ceilings, environment
 from sweeps.check import survey
 from sweeps.config import Cell, Machine, cell_from
-from sweeps.data import batches, corpus_of, heldout
+from sweeps.data import batches, corpus_of
 from sweeps.isolate import Event, Outcome, run_isolated
 from sweeps.memory import device_sampler
 from sweeps.result import BENCH_VERSION, Row, compared, host_split, read_rows
@@ -40,7 +40,6 @@ def compose_cell(cfg: DictConfig) -> Cell:
     cell = cell_from(plain)
     corpus = corpus_of(cell.data)
     batches(corpus, cell.shape, cell.seed)  # lazy: refuses a text too short for the shape, makes no batch
-    heldout(corpus, cell.shape, cell.measure.heldout_sequences)
     plain["data"]["digest"] = corpus.digest
     return cell_from(plain)
 
