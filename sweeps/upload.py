@@ -36,6 +36,12 @@ def offline_run(row: Row, folder: Path, project: str) -> Path | None:
     return next((marker.parent for marker in markers if marker.read_text() == project), None)
 
 
+def config_of(row: Row, file: Path, position: int) -> dict[str, Any]:
+    """The run's config: the cell's, for W&B's tables, and the row with its place in the file, for `analysis.load`."""
+    shown = {**row.config, "machine": row.machine, "versions": row.versions, "cell": row.cell}
+    return shown | {"file": digest(str(file.resolve())), "position": position, "row": packed(row)}
+
+
 def upload(row: Row, file: Path, position: int, mode: str, project: str) -> Path:
     """Write one run into the folder wandb beside `file`, where the row has that position; the run's own folder."""
     import wandb
@@ -54,15 +60,7 @@ def upload(row: Row, file: Path, position: int, mode: str, project: str) -> Path
         group=row.experiment,
         name=f"{row.system}-{row.cell}",
         tags=[row.system, row.model, row.status],
-        config={
-            **row.config,
-            "machine": row.machine,
-            "versions": row.versions,
-            "cell": row.cell,
-            "file": digest(str(file.resolve())),
-            "position": position,
-            "row": packed(row),
-        },
+        config=config_of(row, file, position),
         settings=settings,
     )
     for step, values in history(row):
