@@ -44,7 +44,7 @@ class Cell:
     config: dict[str, Any]
     """Every field of the row's config by its path."""
     predicted: Estimate | None
-    """Tokens/s from `plan.step_s`, without an interval, where nothing was measured."""
+    """Tokens/s that the cost model expects of the bench's windows, without an interval, where nothing was measured."""
 
     @property
     def drawn(self) -> Estimate | None:
@@ -70,7 +70,8 @@ class Cell:
 def cell_of(record: Mapping[Hashable, Any]) -> Cell:
     """One record of the frame."""
     standing = standing_of(record)
-    step_s = standing.plan.get("step_s")
+    # Windows include their drains; older rows have the steady step alone.
+    step_s = standing.plan.get("window_step_s") or standing.plan.get("step_s")
     shape = int(record["batch_size"]), int(record["seq_len"])
     predicted = Estimate(value=shape[0] * shape[1] / step_s, num_samples=0) if step_s and not standing.measured else None
     return Cell(

@@ -121,7 +121,7 @@ def batch_rows(**fields: Any) -> list[Row]:
         common: dict[str, Any] = {"experiment": "batch_size", "batch_size": batch, "cell": f"{preset}{batch}", "preset": preset}
         step_s = (1.0 + batch / 8) * (2 if preset == "stream" else 1)
         if (preset, batch) == ("stream", 32):
-            rows.append(row("megatrain", status="wont_fit", plan={"step_s": 8.192}, **common))
+            rows.append(row("megatrain", status="wont_fit", plan={"step_s": 8.0, "window_step_s": 8.192}, **common))
         else:
             rows.append(row("megatrain", windows(step_s), tokens_per_s=batch * 1024 / step_s, **common))
     return rows
@@ -208,6 +208,12 @@ def test_a_prediction_is_never_a_measurement() -> None:
     assert found[3, 3].predicted is None
     measured = row("megatrain", [1.0], plan={"step_s": 0.5})
     assert study([measured]).cells[0].predicted is None
+
+
+def test_a_prediction_is_of_the_windows_as_they_are_measured() -> None:
+    """Windows end with a drain; older rows predict the steady step alone."""
+    guesses = [one.predicted.value for rows in (batch_rows(), grid_rows()) for one in study(rows).cells if one.predicted]
+    assert guesses == [pytest.approx(32 * 1024 / 8.192), pytest.approx(32 * 1024 / 4.096)]
 
 
 def test_repeats_are_one_cell_of_a_study() -> None:
