@@ -13,7 +13,7 @@ from analysis import make, report, style
 from analysis.compare import CPU_NOTE
 from sweeps.result import Row
 from tests.unit.test_analysis_load import cpu_rows, h200_rows, row, save
-from tests.unit.test_analysis_studies import factor_rows, grid_rows, ladder_rows, size_rows
+from tests.unit.test_analysis_studies import factor_rows, grid_rows, ladder_rows, precision_rows, size_rows
 
 ROOT = Path(__file__).parents[2]
 
@@ -117,11 +117,13 @@ def test_make_rebuilds_every_file_to_the_same_bytes(tmp_path: Path, capsys: pyte
     save(tmp_path / "h200_quickstart.jsonl", h200_rows()[:2])
     save(tmp_path / "grid.jsonl", grid_rows())
     save(tmp_path / "sizes.jsonl", [one for one in size_rows() if one.preset == "fast"])
+    save(tmp_path / "precision.jsonl", precision_rows())
     assert make.main(["--results", str(tmp_path)]) == 0
     written = [Path(line) for line in capsys.readouterr().out.splitlines()]
     page, picture = ("png", "pdf", "md", "tex"), ("png", "pdf")
     names = [f"{stem}.{kind}" for stem in ("grid", "h200_quickstart") for kind in page]
     names += [f"h200_quickstart.{extra}.{kind}" for extra in ("memory", "convergence") for kind in picture]
+    names += [f"precision.{kind}" for kind in page] + [f"precision.convergence.{kind}" for kind in picture]
     names += [f"sizes.{kind}" for kind in page] + [f"throughput.{kind}" for kind in picture] + [f"paper.{kind}" for kind in page]
     assert [path.name for path in written] == names
     before = [path.read_bytes() for path in written]

@@ -27,6 +27,7 @@ from tests.unit.test_analysis_studies import (
     factor_rows,
     grid_rows,
     ladder_rows,
+    precision_rows,
     size_rows,
     windows,
 )
@@ -254,6 +255,17 @@ def test_convergence_without_a_reference_says_so() -> None:
     assert axes.get_xlabel() == "optimizer step (no reference was measured)"
 
 
+def test_convergence_of_a_study_is_against_its_own_fp32_master() -> None:
+    figure = convergence.study_figure(load.from_rows(precision_rows()))
+    loss, difference = sorted(figure.axes, key=lambda axes: -axes.get_position().y0)
+    assert list(lines(loss)) == legend(figure) == ["split", "fp32", "bf16"]
+    assert [y for _, y in points(lines(loss)["bf16"])] == curve(12, 0.9)
+    assert difference.get_title(loc="left") == "Difference from split"
+    assert set(lines(difference)) == {"fp32", "bf16"}
+    assert len({line.get_color() for line in lines(loss).values()}) == 3
+    assert figure.get_suptitle().endswith("lines: master")
+
+
 def committed() -> list[Row]:
     return [one for name in ("h200_3b", "h200_7b") for one in read_rows(RESULTS / f"{name}.jsonl")]
 
@@ -275,6 +287,7 @@ def crowded() -> list[Row]:
         throughput.study_figure(load.from_rows(capped_rows(16 * 10**9, 24 * 10**9, 141 * 10**9))),
         throughput.study_figure(load.from_rows(crowded())),
         ablation.figure(load.from_rows(capped_rows(16 * 10**9, None))),
+        convergence.study_figure(load.from_rows(precision_rows())),
         figure_of(memory, committed()[5:]),
         figure_of(convergence, committed()[:5]),
     ],
@@ -287,6 +300,7 @@ def crowded() -> list[Row]:
         "caps",
         "crowded sizes",
         "systems",
+        "losses",
         "memory",
         "convergence",
     ],
