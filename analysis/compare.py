@@ -116,7 +116,7 @@ def compare(frame: pd.DataFrame) -> Comparison:
     configurations: dict[str, list[Standing]] = {}
     for record in frame.to_dict("records"):
         configurations.setdefault(str(record["configuration"]), []).append(standing_of(record))
-    standings = [_pooled(repeats) for repeats in configurations.values()]
+    standings = [pooled(repeats) for repeats in configurations.values()]
     checked = any(standing.agrees is not None for standing in standings if not standing.is_reference)
     standings = [_ranked(standing, checked) for standing in standings]
     rivals = [one for one in standings if one.system == BASELINE and one.measured and not one.differs]
@@ -248,7 +248,7 @@ def _numbered(standings: list[Standing]) -> list[Standing]:
     return [replace(one, variant=looks[index]) for index, one in enumerate(standings)]
 
 
-def _pooled(repeats: list[Standing]) -> Standing:
+def pooled(repeats: list[Standing]) -> Standing:
     """One standing of one configuration's repeats: the speeds of those measured pooled, the largest peaks and differences.
 
     Losses are the first measured repeat's. Where a repeat failed, the status stays ok as long as another was measured and the

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from analysis.cells import Cell, change, comparable
 from analysis.stats import Estimate
-from analysis.studies import VARIED, Cell, Study, change, comparable
+from analysis.studies import VARIED, Study
 
 SETTINGS: dict[str, tuple[str, int, int]] = {
     "without double buffering": ("system.depth", 1, 2),

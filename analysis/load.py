@@ -19,8 +19,8 @@ from analysis.runs import Tagged
 from analysis.style import name_of
 from sweeps.result import Row, compared, configuration, flat, host_split, read_rows
 
-GROUP = ["experiment", "model", "batch_size", "seq_len", "machine_name"]
-"""What must be equal for two rows to be compared: a ratio never spans two machines."""
+GROUP = ["experiment", "model", "size", "batch_size", "seq_len", "machine_name"]
+"""What must be equal for two rows to be compared: a ratio never spans two machines, nor two sizes under one name."""
 
 COLUMNS: dict[str, str] = {
     "experiment": "string",
@@ -31,6 +31,7 @@ COLUMNS: dict[str, str] = {
     "preset": "string",
     "model": "string",
     "num_params": "Int64",
+    "size": "Int64",
     "batch_size": "Int64",
     "seq_len": "Int64",
     "num_micro_batches": "Int64",
@@ -110,11 +111,17 @@ def frame(source: Path | str) -> pd.DataFrame:
 def from_rows(rows: Sequence[Row], sources: Sequence[str] | None = None) -> pd.DataFrame:
     """The typed frame of `rows`, in order. `sources` says where each came from."""
     origins = sources if sources is not None else [""] * len(rows)
-    records = [_record(row, origin) for row, origin in zip(rows, origins, strict=True)]
+    sizes = {_model(row): row.num_params for row in rows if row.num_params}
+    records = [_record(row, origin) | {"size": sizes.get(_model(row))} for row, origin in zip(rows, origins, strict=True)]
     data = {column: pd.Series([record[column] for record in records], dtype=dtype) for column, dtype in COLUMNS.items()}
     frame = pd.DataFrame(data)
     frame["label"] = pd.Series(_labels(frame), dtype="string", index=frame.index)
     return frame
+
+
+def _model(row: Row) -> tuple[str, str]:
+    """What has one number of parameters, which a row that failed early does not state."""
+    return row.model, repr(row.config.get("model", row.num_params))
 
 
 def latest(frame: pd.DataFrame) -> pd.DataFrame:

@@ -1,7 +1,8 @@
 """Rebuild every committed figure from the committed rows and timelines: one command, no GPU.
 
     python -m analysis.make                  # analysis/results/*.jsonl -> name.png, .pdf, .md, .tex beside them;
-                                             # of comparisons also name.memory and name.convergence;
+                                             # of comparisons also name.memory and name.convergence,
+                                             # of studies whose losses differ name.convergence;
                                              # *.timeline.json -> name.timeline.png, .pdf;
                                              # all rows together -> throughput.png, .pdf, paper.png, .pdf, .md, .tex
     python -m analysis.make --results DIR
@@ -27,9 +28,13 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def comparisons(frame: pd.DataFrame, folder: Path, name: str) -> list[Path]:
-    """Memory and losses of each comparison of systems in one file; the paths written."""
-    parts = [part.frame for part in report.sections(load.latest(frame)) if part.study is None]
+    """Memory and losses of each comparison of systems in one file, losses of a study that varies the arithmetic; the paths
+    written."""
+    sections = report.sections(load.latest(frame))
+    parts = [part.frame for part in sections if part.study is None]
     written: list[Path] = []
+    for study in (part for part in sections if part.study is not None and part.study.tells_losses):
+        written += style.save(convergence.study_figure(study.frame), folder / f"{name}.convergence")
     for number, part in enumerate(parts, 1):
         stem = name if len(parts) == 1 else f"{name}-{number}"
         written += style.save(memory.figure(part), folder / f"{stem}.memory")

@@ -16,10 +16,11 @@ from pathlib import Path
 import pandas as pd
 
 from analysis import load, style
+from analysis.cells import Cell, cell_of, percent, stands_for
 from analysis.compare import compare, interval_text
 from analysis.effects import STREAMS, setting_change
 from analysis.stats import Estimate
-from analysis.studies import Cell, cell_of, percent, stands_for, studies, unablated
+from analysis.studies import studies, unablated
 from analysis.tables import Sheet
 
 CSV = Path(__file__).with_name("paper.csv")

@@ -7,7 +7,8 @@
 Timelines in the folder `traces` beside the rows (measure.trace=true) are drawn too.
 
 Invariant: reads rows, never changes them. A comparison of systems has one table and one figure for each (experiment, model, batch,
-length, machine); a study of one system has one of each for all its cells, by what differs among them (analysis/studies.py).
+length, machine); a study of one system, or of one scale, has one of each for all its cells, by what differs among them
+(analysis/studies.py).
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from analysis.compare import compare, sentence
 from analysis.figures import ablation, quickstart, throughput, timeline
 from analysis.studies import Study
 from analysis.timeline import SUFFIX
-from sweeps.result import REFERENCE
 
 PIPED_WIDTH = 100
 """Columns when the output is not a terminal."""
@@ -75,16 +75,15 @@ class Section:
         """Its picture."""
         if self.study is None:
             return quickstart.figure(self.frame)
-        return throughput.figure(self.frame) if self.study.kind == "scale" else ablation.figure(self.frame)
+        return throughput.study_figure(self.frame) if self.study.kind == "scale" else ablation.figure(self.frame)
 
 
 def sections(frame: pd.DataFrame) -> list[Section]:
-    """What a report on these rows consists of, in order of first appearance. Sizes of one system are one study of it."""
+    """What a report on these rows consists of, in order of first appearance."""
     found = []
     for _, rows in frame.groupby(["experiment", "machine_name"], sort=False, dropna=False):
         study = studies.study_of(rows)
-        alone = len({*rows["system"]} - {REFERENCE}) == 1 and throughput.varies(rows)
-        together = alone if study.kind == "scale" else study.kind != "comparison"
+        together = study.kind != "comparison"
         found += [Section(frame=rows, study=study)] if together else [Section(frame=part) for part in load.groups(rows)]
     return found
 

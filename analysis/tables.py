@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from analysis.compare import BASELINE, CPU_NOTE, Comparison, Standing, notes
+from analysis.cells import Cell, change, comparable, percent, ratio
+from analysis.compare import BASELINE, Comparison, Standing, notes
 from analysis.stats import Estimate
-from analysis.studies import Study, change, named, percent, rung_name, worded
+from analysis.studies import Study
 from analysis.style import name_of
 
 NOTHING = "—"
@@ -172,31 +173,40 @@ def sheet(comparison: Comparison) -> Sheet:
 
 
 def study_sheet(study: Study) -> Sheet:
-    """A study of one system: what was varied, tokens/s, the change from the fastest cell (from the first rung of a ladder)."""
-    rungs = study.kind == "ladder"
-    base = study.cells[0] if rungs else study.best
-    told = ["rung"] if rungs else [named(key) for key in study.factors]
-    title = [*told, "tokens/s", f"change from {'the first' if rungs else 'the fastest'}", "95% interval"]
-    body, caveats = [], []
-    for one in study.cells:
-        mine, gap = one.standing, None if base is None or one is base else change(one, base)
-        words = [rung_name(one.preset or "")] if rungs else [worded(key, value) for key, value in one.factors.items()]
-        speed = _speed(mine) if one.predicted is None else f"{one.predicted.value:,.0f} predicted"
-        ends = None if gap is None or gap.lo is None or gap.hi is None else f"{percent(gap.lo)} to {percent(gap.hi)}"
-        numbers = [speed, None if gap is None else percent(gap.value), ends, _tflops(mine)]
-        body.append([*words, *[cell or NOTHING for cell in (*numbers, _gigabytes(mine.device_bytes), _host(mine), _agrees(mine))]])
-        told_of = ", ".join(words)
-        caveats += [f"{told_of}: {mine.status_label}: {mine.reason}"] if mine.reason else []
-        caveats += [f"{told_of}: numerics differ from the reference; not compared"] if mine.differs else []
-        caveats += [f"{told_of}: predicted by the cost model, not measured"] if one.predicted else []
-    if study.machine.startswith("CPU only"):
-        caveats.append(CPU_NOTE)
-    best = frozenset(number for number, one in enumerate(study.cells, 1) if one is study.best)
-    title += ["TFLOPS 6P", "device GB", "host GB", "agrees"]
-    align = f"{'l' * len(told)}rrrrrrl"
+    """A study: what was varied, tokens/s, the change from the fastest cell (from the first rung of a ladder; of several systems the
+    ratio to one of them at the same place), losses where the arithmetic was varied or they are apart."""
+    words = [study.words(one) for one in study.cells]
+    told = list(words[0])
+    numbers = [_study_numbers(study, one) for one in study.cells]
+    title = [*told, *numbers[0]]
+    body = [[*mine.values(), *[cell or NOTHING for cell in line.values()]] for mine, line in zip(words, numbers, strict=True)]
+    best = frozenset(number for number, one in enumerate(study.cells, 1) if any(one is each for each in study.bests))
+    align = f"{'l' * len(told)}{'r' * (len(title) - len(told) - 1)}l"
     kept = [at for at in range(len(title)) if at <= len(told) or any(line[at] != NOTHING for line in body)]
     table = [[line[at] for at in kept] for line in (title, *body)]
-    return Sheet(cells=table, align="".join(align[at] for at in kept), best=best, notes=caveats)
+    return Sheet(cells=table, align="".join(align[at] for at in kept), best=best, notes=study.notes)
+
+
+def _study_numbers(study: Study, cell: Cell) -> dict[str, str | None]:
+    """Title of a column -> what a cell has for it."""
+    mine, base = cell.standing, study.base_of(cell)
+    numbers = {"tokens/s": _speed(mine) if cell.predicted is None else f"{cell.predicted.value:,.0f} predicted"}
+    if study.rival is not None:
+        over = Estimate(value=1.0) if cell is base and comparable(cell) else ratio(cell, base)
+        numbers |= {f"ratio to {study.rival.family_name}": _ratio(over), "95% interval": _interval(over, ".2f")}
+    else:
+        gap = None if cell is base else change(cell, base)
+        ends = None if gap is None or gap.lo is None or gap.hi is None else f"{percent(gap.lo)} to {percent(gap.hi)}"
+        whence = f"change from the {'first' if study.kind == 'ladder' else 'fastest'}"
+        numbers |= {whence: None if gap is None else percent(gap.value), "95% interval": ends}
+    numbers |= {"TFLOPS 6P": _tflops(mine), "device GB": _gigabytes(mine.device_bytes), "host GB": _host(mine)}
+    if study.tells_losses and study.first is not None:
+        step = study.common_steps
+        apart = study.loss_gap(cell) if cell is not study.first else None
+        first = ", ".join(study.words(study.first).values())
+        numbers[f"loss at step {step}"] = _number(mine.losses[step - 1], ".4f") if len(mine.losses) >= step else None
+        numbers[f"max |Δloss| from {first}"] = _number(apart, ".1e")
+    return numbers | {"agrees": _agrees(mine)}
 
 
 def markdown(comparison: Comparison) -> str:

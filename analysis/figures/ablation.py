@@ -18,7 +18,8 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from analysis import style
-from analysis.studies import Cell, Study, change, named, percent, rung_name, study_of, worded
+from analysis.cells import Cell, change, named, percent, variants, worded
+from analysis.studies import Study, rung_name, study_of
 
 HEAT = LinearSegmentedColormap.from_list("loss", ["#f2f6fb", "#8cb4e0", "#1f5fa8", "#12305a"])
 DEEP = 0.42
@@ -135,11 +136,12 @@ def _gap_to_best(cell: Cell, study: Study) -> str:
 
 def _bars(study: Study, labels: list[str], told: list[str], meaning: str) -> Figure:
     top = max([drawn.hi or drawn.value for one in study.cells if (drawn := one.drawn)], default=1.0)
+    looks = {} if study.kind == "ladder" else variants(study.cells)  # rungs are one system on its way
     with style.context():
         figure = style.new_figure(style.COLUMN_IN, 1.05 + 0.2 * len(labels))
         axes = figure.subplots()
         for position, (one, text) in enumerate(zip(study.cells, told, strict=True)):
-            _bar(axes, position, one, text)
+            _bar(axes, position, one, text, looks.get(one.family, 0))
         axes.set_yticks(range(len(labels)), labels, fontsize=6.5)
         axes.set_ylim(len(labels) - 0.45, -0.55)
         axes.tick_params(axis="y", length=0)
@@ -153,13 +155,13 @@ def _bars(study: Study, labels: list[str], told: list[str], meaning: str) -> Fig
     return figure
 
 
-def _bar(axes: Axes, position: int, cell: Cell, text: str) -> None:
+def _bar(axes: Axes, position: int, cell: Cell, text: str, variant: int) -> None:
     one, drawn = cell.standing, cell.drawn
     if drawn is None:
         style.cross(axes, 0, position)
         axes.annotate(one.status_label, (0, position), (6, 0), textcoords="offset points", va="center", color=style.ALARM)
         return
-    looks = style.bar(one.system) if one.measured else style.predicted_bar(one.system)
+    looks = style.bar(one.system, variant) if one.measured else style.predicted_bar(one.system, variant)
     axes.barh(position, drawn.value, height=BAR, label=cell.label, **looks)
     if drawn.lo is not None and drawn.hi is not None:
         style.whisker(axes, drawn.value, position, xerr=[[drawn.value - drawn.lo], [drawn.hi - drawn.value]])

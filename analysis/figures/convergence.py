@@ -6,17 +6,38 @@ no difference, and the figure says so.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pandas as pd
 from matplotlib.figure import Figure
 
 from analysis import style
-from analysis.compare import compare
+from analysis.compare import Comparison, compare
 from analysis.figures.quickstart import difference_panel, heading, loss_panel
+from analysis.studies import study_of
 
 
 def figure(frame: pd.DataFrame) -> Figure:
     """One column from the rows of one group (`load.groups`): losses, and below them the differences where there is a reference."""
-    comparison = compare(frame)
+    told = heading(frame).replace(", batch", "\nbatch")
+    return _drawn(compare(frame), f"{told}, {frame.iloc[0]['machine_name']}")
+
+
+def study_figure(frame: pd.DataFrame) -> Figure:
+    """The same of the cells of one study, which differ in a setting: against the first that keeps an fp32 master."""
+    study = study_of(frame)
+    words = [study.words(one) for one in study.cells]
+    labels = [" / ".join(mine.values()) for mine in words]
+    named = [
+        replace(one.standing, label=label, variant=at) for at, (one, label) in enumerate(zip(study.cells, labels, strict=True))
+    ]
+    first = next((mine for mine, one in zip(named, study.cells, strict=True) if one is study.first), None)
+    on_gpu = not study.machine.startswith("CPU only")
+    comparison = Comparison(standings=named, baseline=None, reference=first, on_gpu=on_gpu, numerics_checked=False)
+    return _drawn(comparison, f"{study.subject}\n{study.machine}\nlines: {' / '.join(words[0])}")
+
+
+def _drawn(comparison: Comparison, told: str) -> Figure:
     reference = comparison.reference
     compared = reference is not None and sum(bool(one.losses) for one in comparison.standings) > 1
     with style.context():
@@ -37,6 +58,5 @@ def figure(frame: pd.DataFrame) -> Figure:
             below = drawn.legend(handles=handles, loc="outside lower center", ncols=2, columnspacing=1.2)
             for line in below.get_lines():
                 line.set_linewidth(1.2)
-        told = heading(frame).replace(", batch", "\nbatch")
-        drawn.suptitle(f"{told}, {frame.iloc[0]['machine_name']}", x=0.01, ha="left", fontsize=6.5, color=style.MUTED)
+        drawn.suptitle(told, x=0.01, ha="left", fontsize=6.5, color=style.MUTED)
     return drawn

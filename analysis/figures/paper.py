@@ -19,9 +19,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from analysis import style
+from analysis.cells import Cell, percent, variants
 from analysis.effects import Change, setting_change
 from analysis.paper import ATTENTION, Claim, cells_for, cells_in, claims, tflops
-from analysis.studies import Cell, Study, percent, studies, variants
+from analysis.studies import Study, studies
 
 SIZES = {"3B": 3.0, "7B": 7.6, "14B": 14.8, "32B": 32.8}
 """Where a size of the paper stands on the axis, 10⁹ parameters."""

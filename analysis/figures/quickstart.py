@@ -22,6 +22,7 @@ from matplotlib.transforms import ScaledTranslation
 
 from analysis import style
 from analysis.compare import Comparison, Standing, compare
+from analysis.scales import params_text
 from analysis.stats import Estimate
 from analysis.style import look
 from sweeps.result import LOSS_TOLERANCE
@@ -104,16 +105,14 @@ def covered(axes: Axes) -> bool:
 
 
 def heading(frame: pd.DataFrame) -> str:
-    """Model, parameters and batch in one line."""
-    first = frame.iloc[0]
-    params = frame["num_params"].dropna()
-    size = f" ({params_text(int(params.iloc[0]))} parameters)" if len(params) else ""
-    return f"{first['model']}{size}, batch {first['batch_size']} × {first['seq_len']} tokens"
-
-
-def params_text(count: int) -> str:
-    """14.77B, 3.40B, 12.3M: three or four significant figures."""
-    return f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
+    """Model, parameters and batch in one line; of several their range."""
+    models, sizes = list(dict.fromkeys(frame["model"])), sorted({int(size) for size in frame["size"].dropna()})
+    name = str(models[0]) if len(models) == 1 else f"{len(models)} models"
+    told = " to ".join(params_text(size) for size in dict.fromkeys([*sizes[:1], *sizes[-1:]]))
+    shape = [
+        " to ".join(dict.fromkeys(str(end) for end in (frame[key].min(), frame[key].max()))) for key in ("batch_size", "seq_len")
+    ]
+    return f"{name}{f' ({told} parameters)' if told else ''}, batch {shape[0]} × {shape[1]} tokens"
 
 
 def throughput_panel(axes: Axes, comparison: Comparison) -> None:

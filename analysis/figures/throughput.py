@@ -6,7 +6,7 @@ cell with neither measurement nor prediction stands on the axis, its marker cros
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,73 +17,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from analysis import style
-from analysis.studies import Cell, cell_of, stands_for, unablated, variants
-
-Held = tuple[Any, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scale:
-    """One thing that a panel varies, and the ways in which the rest may be held: the first that keeps most values counts."""
-
-    name: str
-    value: Callable[[Cell], int | None]
-    held: tuple[Callable[[Cell], Held], ...]
-    told: Callable[[list[Cell]], str]
-    """What a panel holds, in words."""
-    title: str
-    tick: Callable[[int], str]
-    sizes_differ: bool = False
-    """Tokens of models of several sizes are not the same work: TFLOPS 6P then, else tokens/s."""
-
-
-def _billions(count: int) -> str:
-    return f"{count / 1e9:.3g}" if count >= 1e8 else f"{count / 1e9:.1g}"
-
-
-def _power(count: int) -> str:
-    return f"{count // 1024}K" if count >= 1024 and count % 1024 == 0 else str(count)
-
-
-def _held_batch(cells: list[Cell]) -> str:
-    """What stays of the batch while sequences get longer."""
-    batches, tokens = {one.batch_size for one in cells}, {one.batch_size * one.seq_len for one in cells}
-    if len(batches) == 1:
-        return f"batch {cells[0].batch_size}"
-    return f"{tokens.pop():,} tokens" if len(tokens) == 1 else "batch varies"
-
-
-SCALES: dict[str, Scale] = {
-    "num_params": Scale(
-        name="parameters (10⁹)",
-        value=lambda one: one.num_params,
-        held=(lambda one: (one.batch_size, one.seq_len),),
-        told=lambda cells: f"{cells[0].batch_size} × {cells[0].seq_len} tokens",
-        title="Model size",
-        tick=_billions,
-        sizes_differ=True,
-    ),
-    "batch_size": Scale(
-        name="sequences a step",
-        value=lambda one: one.batch_size,
-        held=(lambda one: (one.model, one.seq_len),),
-        told=lambda cells: f"{cells[0].model}, {cells[0].seq_len} tokens each",
-        title="Batch",
-        tick=str,
-    ),
-    "seq_len": Scale(
-        name="tokens a sequence",
-        value=lambda one: one.seq_len,
-        held=(
-            lambda one: (one.model, one.batch_size),
-            lambda one: (one.model, one.batch_size * one.seq_len),
-            lambda one: (one.model,),
-        ),
-        told=lambda cells: f"{cells[0].model}, {_held_batch(cells)}",
-        title="Context",
-        tick=_power,
-    ),
-}
+from analysis.cells import Cell, Family, cell_of, stands_for, variants
+from analysis.scales import SCALES, Held, Scale
+from analysis.studies import study_of, unablated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,17 +48,41 @@ def figure(frame: pd.DataFrame, only: str | None = None) -> Figure:
     with style.context():
         width = style.COLUMN_IN if len(panels) == 1 else style.PAGE_IN
         drawn = style.new_figure(width, 3.0 if len(panels) == 1 else 2.7)
-        handles: dict[str, Line2D] = {}
-        looks = variants(cells)
-        for axes, (name, mine) in zip(drawn.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-            for handle in panel(axes, mine, SCALES[name], looks):
-                handles.setdefault(str(handle.get_label()), handle)
-        columns = 2 if width == style.COLUMN_IN else 5
-        series_first = sorted(handles.values(), key=lambda handle: handle.get_color() in (style.ALARM, style.MUTED))
-        drawn.legend(handles=series_first, loc="outside lower center", ncols=columns, columnspacing=1.0)
+        _panels(drawn, [(SCALES[name], mine) for name, mine in panels.items()], variants(cells))
         told = f"{machines[0]} (the fastest row of each system at each place; hosts of a kind differ)"
         drawn.suptitle(told, x=0.01, ha="left", fontsize=6.5, color=style.MUTED)
     return drawn
+
+
+def study_figure(frame: pd.DataFrame) -> Figure:
+    """The panel of a study of scale, in one column: every cell of it. ValueError for rows that are none."""
+    study = study_of(frame)
+    if study.scale is None:
+        raise ValueError(
+            f"{study.name}: a {study.kind}, no study of scale: its rows differ in more than a size; draw it as what it is"
+        )
+    with style.context():
+        drawn = style.new_figure(style.COLUMN_IN, 3.0)
+        _panels(drawn, [(study.scale, study.cells)], variants(study.cells))
+        told = "\n".join(part for part in (study.subject, study.machine) if part)
+        drawn.suptitle(told, x=0.01, ha="left", fontsize=6.5, color=style.MUTED)
+    return drawn
+
+
+def _panels(drawn: Figure, panels: list[tuple[Scale, list[Cell]]], looks: dict[Family, int]) -> None:
+    """The panels side by side, one legend below them all."""
+    handles: dict[str, Line2D] = {}
+    for axes, (scale, mine) in zip(drawn.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for handle in panel(axes, mine, scale, looks):
+            handles.setdefault(str(handle.get_label()), handle)
+    series_first = sorted(handles.values(), key=lambda handle: handle.get_color() in (style.ALARM, style.MUTED))
+    columns = 2 if len(panels) == 1 else 5
+    drawn.legend(handles=series_first, loc="outside lower center", ncols=columns, columnspacing=1.0)
+    drawn.draw_without_rendering()  # lays the panels out: only then is it known which words meet
+    for axes in drawn.axes:
+        boxes = [label.get_window_extent() for label in axes.get_xticklabels() if label.get_text()]
+        if any(one.padded(1).overlaps(other) for one, other in itertools.pairwise(boxes)):
+            axes.tick_params(axis="x", labelrotation=60)
 
 
 def varies(frame: pd.DataFrame) -> bool:
@@ -145,14 +105,14 @@ def panel_cells(cells: list[Cell], scale: Scale) -> list[Cell]:
     return kept if values > 1 else []
 
 
-def series_of(cells: list[Cell], scale: Scale, looks: dict[tuple[str, str | None], int]) -> list[Series]:
+def series_of(cells: list[Cell], scale: Scale, looks: dict[Family, int]) -> list[Series]:
     """Lines in the order of the style; where one was measured more than once at a place, the fastest measurement counts."""
-    found: dict[tuple[str, str | None], Series] = {}
+    found: dict[Family, Series] = {}
     for one in cells:
-        key, value = (one.standing.system, one.preset), scale.value(one)
+        value = scale.value(one)
         assert value is not None
-        label = f"{style.name_of(one.standing.system)}{f' {one.preset}' if one.preset else ''}"
-        mine = found.setdefault(key, Series(label=label, system=one.standing.system, variant=looks[key], points={}))
+        new = Series(label=one.family_name, system=one.standing.system, variant=looks[one.family], points={})
+        mine = found.setdefault(one.family, new)
         if stands_for(one, mine.points.get(value)):
             mine.points[value] = one
     order = list(style.SYSTEMS)
@@ -170,10 +130,10 @@ def height(cell: Cell, scale: Scale) -> tuple[float, float | None, float | None]
     return unit * drawn.value, ends[0], ends[1]
 
 
-def panel(axes: Axes, cells: list[Cell], scale: Scale, looks: dict[tuple[str, str | None], int]) -> list[Line2D]:
+def panel(axes: Axes, cells: list[Cell], scale: Scale, looks: dict[Family, int]) -> list[Line2D]:
     """Draw one panel; the legend's handles."""
     lines = series_of(cells, scale, looks)
-    top = max(max(found[2] or 0, found[0]) for one in cells if (found := height(one, scale)))
+    top = max((max(found[2] or 0, found[0]) for one in cells if (found := height(one, scale))), default=1.0)
     crossed = [one.label for one in lines if any(cell.drawn is None for cell in one.points.values())]
     rows = {label: 0.035 + 0.055 * place for place, label in enumerate(crossed)}
     handles = [_series(axes, one, scale, rows.get(one.label, 0.0)) for one in lines]

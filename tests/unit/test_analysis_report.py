@@ -13,7 +13,7 @@ from analysis import make, report, style
 from analysis.compare import CPU_NOTE
 from sweeps.result import Row
 from tests.unit.test_analysis_load import cpu_rows, h200_rows, row, save
-from tests.unit.test_analysis_studies import factor_rows, grid_rows, ladder_rows, size_rows
+from tests.unit.test_analysis_studies import factor_rows, grid_rows, ladder_rows, precision_rows, size_rows
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,10 +64,11 @@ def test_one_table_and_figure_a_comparison(tmp_path: Path, capsys: pytest.Captur
         (grid_rows(), "Without double buffering (one slot instead of two, 3 streams) throughput changes by −33.3%", "ablation"),
         (ladder_rows(), "Rung fast is the fastest", "ablation"),
         (factor_rows(), "optimizer overlap on, clip norm 1.0 is the fastest", "ablation"),
-        ([one for one in size_rows() if one.system == "megatrain"], "model_size", "throughput"),
-        (size_rows(), "MegaTrain fast is the fastest", "quickstart"),
+        ([one for one in size_rows() if one.system == "megatrain"], "At 2.00B parameters MegaTrain fast is the", "throughput"),
+        (size_rows(), "At 2.00B parameters MegaTrain fast is the fastest: 3.00x", "throughput"),
+        ([one for one in size_rows() if one.preset == "fast"], "tokens/s at 1.00B parameters, 16,384", "throughput"),
     ],
-    ids=["grid", "ladder", "factor", "sizes of one system", "sizes of several"],
+    ids=["grid", "ladder", "factor", "sizes of one system", "sizes of several", "sizes of one preset"],
 )
 def test_a_study_has_the_figure_and_the_sentence_that_suit_it(
     rows: list[Row],
@@ -78,13 +79,13 @@ def test_a_study_has_the_figure_and_the_sentence_that_suit_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = []
-    for name in ("ablation", "throughput", "quickstart"):
+    for name, drawing in (("ablation", "figure"), ("throughput", "study_figure"), ("quickstart", "figure")):
         module = getattr(report, name)
-        monkeypatch.setattr(module, "figure", lambda frame, own=module.figure, name=name: calls.append(name) or own(frame))
+        own = getattr(module, drawing)
+        monkeypatch.setattr(module, drawing, lambda part, own=own, name=name: calls.append(name) or own(part))
     assert report.main([str(save(tmp_path / "rows.jsonl", rows))]) == 0
     assert told in " ".join(capsys.readouterr().out.split())
-    assert set(calls) == {drawn}
-    assert len(calls) == (3 if drawn == "quickstart" else 1)
+    assert calls == [drawn]
     assert "\\toprule" in (tmp_path / "report.tex").read_text()
 
 
@@ -116,11 +117,13 @@ def test_make_rebuilds_every_file_to_the_same_bytes(tmp_path: Path, capsys: pyte
     save(tmp_path / "h200_quickstart.jsonl", h200_rows()[:2])
     save(tmp_path / "grid.jsonl", grid_rows())
     save(tmp_path / "sizes.jsonl", [one for one in size_rows() if one.preset == "fast"])
+    save(tmp_path / "precision.jsonl", precision_rows())
     assert make.main(["--results", str(tmp_path)]) == 0
     written = [Path(line) for line in capsys.readouterr().out.splitlines()]
     page, picture = ("png", "pdf", "md", "tex"), ("png", "pdf")
     names = [f"{stem}.{kind}" for stem in ("grid", "h200_quickstart") for kind in page]
     names += [f"h200_quickstart.{extra}.{kind}" for extra in ("memory", "convergence") for kind in picture]
+    names += [f"precision.{kind}" for kind in page] + [f"precision.convergence.{kind}" for kind in picture]
     names += [f"sizes.{kind}" for kind in page] + [f"throughput.{kind}" for kind in picture] + [f"paper.{kind}" for kind in page]
     assert [path.name for path in written] == names
     before = [path.read_bytes() for path in written]

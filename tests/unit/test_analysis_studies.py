@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -12,7 +13,7 @@ from analysis import effects, load, studies, tables
 from analysis.compare import CPU_NOTE
 from analysis.studies import Study, study_of
 from sweeps.result import Row
-from tests.unit.test_analysis_load import CPU, cpu_rows, h200_rows, row
+from tests.unit.test_analysis_load import CPU, cpu_rows, curve, h200_rows, row
 
 RUNGS = ("0_paper", "1_own_slabs", "2_overlap", "6_fast")
 
@@ -83,6 +84,59 @@ def size_rows() -> list[Row]:
     return rows
 
 
+def capped_rows(*caps: int | None) -> list[Row]:
+    """Stream, fast and ZeRO-3 under caps of the device: ZeRO-3 has no room in the least."""
+    rows = []
+    for (system, preset), (number, cap) in itertools.product(
+        (("megatrain", "stream"), ("megatrain", "fast"), ("zero3", None)), enumerate(caps)
+    ):
+        machine = {"machine": {"device": "cuda", "device_bytes": cap}}
+        common: dict[str, Any] = {"experiment": "device_memory", "cell": f"{system}{preset}{cap}", "preset": preset}
+        common |= {"config": config(name=system) | machine}
+        oom = system == "zero3" and number == 0
+        step_s = windows({"stream": 4.0, "fast": 2.0}.get(str(preset), 8.0))
+        rows.append(row(system, status="oom_device", reason="full", **common) if oom else row(system, step_s, **common))
+    return rows
+
+
+def deep_rows() -> list[Row]:
+    """Two systems at three depths under one model name, ZeRO-3 out of memory at the last, before anything was counted."""
+    rows = []
+    for system, layers in itertools.product(("megatrain", "zero3"), (28, 42, 56)):
+        model = {"name": "qwen2.5-deep", "config": {"num_hidden_layers": layers, "hidden_size": 3584}}
+        common: dict[str, Any] = {"experiment": "depth", "model": "qwen2.5-deep", "cell": f"{system}{layers}"}
+        common |= {"preset": "stream" if system == "megatrain" else None, "num_params": layers * 10**8}
+        common |= {"config": config(name=system) | {"model": model}}
+        if system == "zero3" and layers == 56:
+            rows.append(row(system, status="oom_host", reason="killed", **(common | {"num_params": None})))
+        else:
+            rows.append(row(system, windows(layers / (7 if system == "megatrain" else 3.5)), **common))
+    return rows
+
+
+def batch_rows(**fields: Any) -> list[Row]:
+    """Stream and fast at three batches; streaming at the largest is only predicted."""
+    rows = []
+    for preset, batch in itertools.product(("stream", "fast"), (2, 8, 32)):
+        common: dict[str, Any] = {"experiment": "batch_size", "batch_size": batch, "cell": f"{preset}{batch}", "preset": preset}
+        step_s = (1.0 + batch / 8) * (2 if preset == "stream" else 1)
+        if (preset, batch) == ("stream", 32):
+            rows.append(row("megatrain", status="wont_fit", plan={"step_s": 8.0, "window_step_s": 8.192}, **common))
+        else:
+            rows.append(row("megatrain", windows(step_s), tokens_per_s=batch * 1024 / step_s, **common))
+    return rows
+
+
+def precision_rows() -> list[Row]:
+    """Three masters: the second as the first but for rounding, the third loses updates and has more steps."""
+    found = []
+    for master, offset, num_steps in (("split", 0.0, 9), ("fp32", 1e-4, 9), ("bf16", 0.9, 12)):
+        told: dict[str, Any] = {"caveat": "small updates are lost"} if master == "bf16" else {}
+        told |= {"experiment": "precision", "cell": master, "preset": "stream", "losses": curve(num_steps, offset)}
+        found.append(row("megatrain", windows(3.0 if told.get("caveat") else 4.0), config=config(master=master), **told))
+    return found
+
+
 def study(rows: list[Row]) -> Study:
     return study_of(load.from_rows(rows))
 
@@ -94,11 +148,19 @@ def study(rows: list[Row]) -> Study:
         (ladder_rows(), "ladder", {}),
         (factor_rows(), "factor", {"system.optimizer_overlap": [True, False], "recipe.clip_norm": [0, 1.0]}),
         (size_rows(), "scale", {}),
+        (capped_rows(16 * 10**9, 24 * 10**9), "scale", {}),
+        (
+            capped_rows(16 * 10**9, None),
+            "factor",
+            {"system": ["MegaTrain stream", "MegaTrain fast", "ZeRO-3"], "machine.device_bytes": [16 * 10**9, None]},
+        ),
+        (deep_rows(), "scale", {}),
+        (batch_rows(), "scale", {}),
         (h200_rows(), "comparison", {}),
         (h200_rows()[:3], "comparison", {}),
         ([row("megatrain", [1.0], preset=name, cell=name) for name in ("stream", "fast")], "comparison", {}),
     ],
-    ids=["grid", "ladder", "factor", "scale", "systems", "one of each", "presets"],
+    ids=["grid", "ladder", "factor", "scale", "caps", "a cap and none", "depths", "batches", "systems", "one of each", "presets"],
 )
 def test_a_study_is_known_by_what_differs(rows: list[Row], kind: str, factors: dict[str, list[Any]]) -> None:
     found = study(rows)
@@ -146,6 +208,86 @@ def test_a_prediction_is_never_a_measurement() -> None:
     assert found[3, 3].predicted is None
     measured = row("megatrain", [1.0], plan={"step_s": 0.5})
     assert study([measured]).cells[0].predicted is None
+
+
+def test_a_prediction_is_of_the_windows_as_they_are_measured() -> None:
+    """Windows end with a drain; older rows predict the steady step alone."""
+    guesses = [one.predicted.value for rows in (batch_rows(), grid_rows()) for one in study(rows).cells if one.predicted]
+    assert guesses == [pytest.approx(32 * 1024 / 8.192), pytest.approx(32 * 1024 / 4.096)]
+
+
+def test_repeats_are_one_cell_of_a_study() -> None:
+    rows = [one for one in factor_rows() for _ in range(2)]
+    again = [dataclasses.replace(one, cell=f"{one.cell} {number}") for number, one in enumerate(rows)]
+    cells = study(again).cells
+    assert (len(cells), {one.standing.num_repeats for one in cells}) == (4, {2})
+    apart = load.from_rows(again, sources=["a.jsonl", "b.jsonl"] * 4)
+    assert len(study_of(apart).cells) == 8, "two files are two runs"
+
+
+def test_sizes_under_one_name_are_never_held_against_each_other() -> None:
+    frame = load.from_rows(deep_rows())
+    assert [len(part) for part in load.groups(frame)] == [2, 2, 2], "ZeRO-3 without a count is of the size of its model"
+    assert set(frame["label"]) == {"MegaTrain stream", "ZeRO-3"}
+    lines = by_label(deep_rows(), 3)
+    assert list(lines) == [
+        ("system", "parameters", "layers"),
+        *[
+            (name, f"{size}B", layers)
+            for size, layers in (("2.80", "28"), ("4.20", "42"), ("5.60", "56"))
+            for name in ("MegaTrain stream", "ZeRO-3")
+        ],
+    ]
+    assert [line[1] for line in lines.values()] == ["ratio to ZeRO-3", "2.00x", "1.00x", "2.00x", "1.00x", "—", "—"]
+    assert lines["ZeRO-3", "5.60B", "56"][0] == "OOM (host)"
+    assert studies.sentence(study(deep_rows())).startswith("At 4.20B parameters MegaTrain stream is the fastest: 2.00x (")
+    one = [each for each in deep_rows() if each.system == "megatrain"]
+    assert by_label(one, 2)["parameters", "layers"] == ["tokens/s", "TFLOPS 6P"], "no change between sizes"
+    alone = "MegaTrain stream: 8,192 tokens/s at 2.80B parameters, 4,096 tokens/s at 5.60B parameters."
+    assert studies.sentence(study(one)) == alone
+    assert not study(one).bests
+
+
+def test_every_row_of_a_batch_study_says_which_it_is() -> None:
+    sheet, lines = tables.study_sheet(study(batch_rows())), by_label(batch_rows(), 2)
+    assert list(lines)[:3] == [("system", "batch"), ("MegaTrain stream", "2"), ("MegaTrain fast", "2")]
+    assert len(lines) == 7
+    assert lines["MegaTrain stream", "32"][0] == "4,000 predicted"
+    assert lines["MegaTrain fast", "8"][1] == "2.00x"
+    assert sheet.best == {2, 4}, "the faster where both were measured"
+    assert sheet.notes == ["MegaTrain stream at batch 32: does not fit", "Predicted speeds are the cost model's, not measured."]
+    assert "At batch 8 MegaTrain fast is the fastest: 2.00x" in studies.sentence(study(batch_rows()))
+    fast = [one for one in batch_rows() if one.preset == "fast"]
+    assert list(by_label(fast, 1)) == [("batch",), ("2",), ("8",), ("32",)]
+    told = "MegaTrain fast at batch 32 is the fastest (6,554 tokens/s); MegaTrain fast at batch 2 the slowest, −75.0%"
+    assert studies.sentence(study(fast)).startswith(told)
+
+
+def test_a_capped_device_hides_no_system_and_is_no_comparison() -> None:
+    rows = capped_rows(16 * 10**9, 24 * 10**9, 48 * 10**9)
+    lines = by_label(rows, 2)
+    assert len(lines) == 10
+    assert lines["ZeRO-3", "16 GB"][0] == "OOM (device)"
+    assert lines["MegaTrain fast", "24 GB"][1] == "4.00x"
+    assert studies.unablated(load.from_rows(rows)).empty
+    rows = capped_rows(16 * 10**9, None)
+    rows[0].config["system"]["depth"] = 3
+    assert study(rows).kind == "comparison", "a system of which more is varied"
+    assert len(by_label(capped_rows(16 * 10**9, None), 2)) == 7
+
+
+def test_losses_are_told_where_the_arithmetic_is_varied() -> None:
+    lines, found = by_label(precision_rows(), 1), study(precision_rows())
+    assert lines["master",][-2:] == ["loss at step 9", "max |Δloss| from split"]
+    assert [line[-1] for line in lines.values()][1:] == ["—", "8.9e-05", "6.0e-01"]
+    assert lines["bf16",][-2] == f"{curve(12, 0.9)[8]:.4f}", "the same step for all"
+    assert "bf16: small updates are lost" in found.notes
+    assert studies.sentence(found).endswith(f"Loss at step 9: master bf16 {curve(12, 0.9)[8]:.4f}, master split {curve(9)[8]:.4f}.")
+    alike = [dataclasses.replace(one, losses=curve(9)) for one in factor_rows()]
+    assert not study(alike).tells_losses
+    alike[-1].losses[-1] += 0.1
+    assert study(alike).tells_losses
+    assert not study(batch_rows()).tells_losses, "other data"
 
 
 def test_best_and_change_leave_out_other_numerics() -> None:
@@ -214,7 +356,8 @@ def test_table_of_a_grid() -> None:
     assert sheet.notes == [
         "2, 1: numerics differ from the reference; not compared",
         "3, 1: OOM (device): 141 GB",
-        "3, 2: predicted by the cost model, not measured",
+        "3, 2: does not fit",
+        "Predicted speeds are the cost model's, not measured.",
     ]
     assert "| **2** | **2** | **8,192** |" in tables.as_markdown(sheet)
 
@@ -235,7 +378,7 @@ def test_latex_has_rules_and_caveats() -> None:
     assert tex.startswith("\\begin{tabular}{llrrrrl}\n\\toprule\ndepth & streams & tokens/s")
     assert "\\textbf{2} & \\textbf{2} & \\textbf{8,192}" in tex
     assert "$-$33.3\\%" in tex
-    assert tex.index("\\bottomrule") < tex.index("\\multicolumn{7}{@{}p{\\linewidth}@{}}{\\footnotesize 3, 2: predicted")
+    assert tex.index("\\bottomrule") < tex.index("\\multicolumn{7}{@{}p{\\linewidth}@{}}{\\footnotesize Predicted speeds")
     assert not set("−—–†") & set(tex)
 
 

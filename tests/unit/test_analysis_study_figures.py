@@ -20,7 +20,17 @@ from analysis.make import RESULTS
 from sweeps.result import Row, read_rows
 from tests.unit.test_analysis_figures import words
 from tests.unit.test_analysis_load import GIB, cpu_rows, curve, h200_rows, row
-from tests.unit.test_analysis_studies import factor_rows, grid_rows, ladder_rows, size_rows, windows
+from tests.unit.test_analysis_studies import (
+    batch_rows,
+    capped_rows,
+    deep_rows,
+    factor_rows,
+    grid_rows,
+    ladder_rows,
+    precision_rows,
+    size_rows,
+    windows,
+)
 
 
 def figure_of(module: Any, rows: list[Row], *more: Any) -> Figure:
@@ -100,6 +110,38 @@ def test_throughput_refuses_what_a_line_cannot_show() -> None:
         figure_of(throughput, h200_rows())
     with pytest.raises(ValueError, match="a line never spans two"):
         figure_of(throughput, [*h200_rows(), *cpu_rows()])
+
+
+def test_a_study_of_scale_draws_every_cell_and_tells_its_systems_apart() -> None:
+    figure = throughput.study_figure(load.from_rows(capped_rows(16 * 10**9, 24 * 10**9, 48 * 10**9)))
+    (axes,) = figure.axes
+    assert (axes.get_title(loc="left"), axes.get_ylabel()) == ("Device memory", "tokens / s")
+    assert [x / 1e9 for x, _ in points(lines(axes)["MegaTrain stream"])] == [16, 24, 48]
+    assert [x / 1e9 for x, _ in points(lines(axes)["ZeRO-3"])] == [24, 48]
+    assert points(lines(axes)["ZeRO-3 oom_device"])[0][0] == 16e9
+    assert legend(figure) == ["MegaTrain fast", "MegaTrain stream", "ZeRO-3", "OOM (device)"]
+    own = {
+        name: style.curve(system, variant)
+        for name, system, variant in (("MegaTrain stream", "megatrain", 1), ("ZeRO-3", "zero3", 0))
+    }
+    for name, looks in own.items():
+        assert (lines(axes)[name].get_color(), lines(axes)[name].get_marker()) == (looks["color"], looks["marker"])
+    deep = throughput.study_figure(load.from_rows(deep_rows()))
+    assert deep.axes[0].get_xlabel() == "parameters (10⁹)\n(32 × 1024 tokens)"
+    assert deep.get_suptitle() == "qwen2.5-deep, batch 32 × 1024 tokens\nNVIDIA H200, 16 cores, 134 GB host"
+    assert [x for x, _ in points(lines(deep.axes[0])["ZeRO-3 oom_host"])] == [5.6e9]
+    guess = points(lines(throughput.study_figure(load.from_rows(batch_rows())).axes[0])["MegaTrain stream predicted"])
+    assert guess[-1] == (32, pytest.approx(4000))
+
+
+def test_bars_of_several_systems_have_their_looks() -> None:
+    figure = ablation.figure(load.from_rows(capped_rows(16 * 10**9, None)))
+    (axes,) = figure.axes
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels[0] == "MegaTrain stream / 16 GB"
+    assert labels[-2:] == ["ZeRO-3 / 16 GB", "ZeRO-3 / whole device"]
+    assert len({bar.get_facecolor() for bar in axes.patches}) == 3
+    assert "OOM (device)" in words(axes)
 
 
 def test_memory_by_kind_with_the_plan_of_what_was_refused() -> None:
@@ -187,6 +229,8 @@ def test_what_is_no_ablation_is_refused() -> None:
     for rows in (h200_rows(), size_rows()):
         with pytest.raises(ValueError, match="no ablation"):
             figure_of(ablation, rows)
+    with pytest.raises(ValueError, match="no study of scale"):
+        throughput.study_figure(load.from_rows(grid_rows()))
 
 
 def test_convergence_shows_every_loss_and_the_difference() -> None:
@@ -211,8 +255,25 @@ def test_convergence_without_a_reference_says_so() -> None:
     assert axes.get_xlabel() == "optimizer step (no reference was measured)"
 
 
+def test_convergence_of_a_study_is_against_its_own_fp32_master() -> None:
+    figure = convergence.study_figure(load.from_rows(precision_rows()))
+    loss, difference = sorted(figure.axes, key=lambda axes: -axes.get_position().y0)
+    assert list(lines(loss)) == legend(figure) == ["split", "fp32", "bf16"]
+    assert [y for _, y in points(lines(loss)["bf16"])] == curve(12, 0.9)
+    assert difference.get_title(loc="left") == "Difference from split"
+    assert set(lines(difference)) == {"fp32", "bf16"}
+    assert len({line.get_color() for line in lines(loss).values()}) == 3
+    assert figure.get_suptitle().endswith("lines: master")
+
+
 def committed() -> list[Row]:
     return [one for name in ("h200_3b", "h200_7b") for one in read_rows(RESULTS / f"{name}.jsonl")]
+
+
+def crowded() -> list[Row]:
+    """The published widths: four of five sizes near each other."""
+    sizes = (2_176_486_144, 16_317_391_104, 21_891_769_984, 28_281_809_920, 43_508_872_960)
+    return [row("megatrain", windows(1.0), experiment="width", cell=str(size), num_params=size) for size in sizes]
 
 
 @pytest.mark.parametrize(
@@ -223,10 +284,26 @@ def committed() -> list[Row]:
         figure_of(ablation, grid_rows()),
         figure_of(ablation, ladder_rows()),
         figure_of(ablation, factor_rows()),
+        throughput.study_figure(load.from_rows(capped_rows(16 * 10**9, 24 * 10**9, 141 * 10**9))),
+        throughput.study_figure(load.from_rows(crowded())),
+        ablation.figure(load.from_rows(capped_rows(16 * 10**9, None))),
+        convergence.study_figure(load.from_rows(precision_rows())),
         figure_of(memory, committed()[5:]),
         figure_of(convergence, committed()[:5]),
     ],
-    ids=["sizes", "committed sizes", "grid", "ladder", "factor", "memory", "convergence"],
+    ids=[
+        "sizes",
+        "committed sizes",
+        "grid",
+        "ladder",
+        "factor",
+        "caps",
+        "crowded sizes",
+        "systems",
+        "losses",
+        "memory",
+        "convergence",
+    ],
 )
 def test_no_words_overlap_or_leave_the_page(figure: Figure, tmp_path: Path) -> None:
     with style.context():

@@ -1,0 +1,51 @@
+"""A study of conf/ablation through its real command: sweeps.run's main, Hydra's multirun, a process a cell, the report."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sweeps.result import read_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = [
+    "model=tiny",
+    "measure=brief",
+    "logging=none",
+    "data.max_bytes=65536",
+    "shape.batch_size=2",
+    "shape.seq_len=16",
+    "model.config.hidden_size=64",
+    "model.config.intermediate_size=128",
+    "model.config.num_attention_heads=2",
+]
+
+
+@pytest.mark.timeout(300)
+def test_a_study_goes_from_its_command_to_its_figure(tmp_path: Path) -> None:
+    study = ["+ablation=depth", "system=megatrain", "model.config.num_hidden_layers=1,2"]
+    command = [sys.executable, "-m", "sweeps.run", *study, *SMALL, f"output_dir={tmp_path}"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert [(row.experiment, row.status) for row in rows] == [("depth", "ok")] * 2
+    assert [row.config["model"]["config"]["num_hidden_layers"] for row in rows] == [1, 2]
+    assert rows[0].num_params is not None
+    assert rows[1].num_params is not None
+    assert rows[0].num_params < rows[1].num_params
+    page = (tmp_path / "report.md").read_text()
+    title, _, *body = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("|")]
+    assert title[:3] == ["parameters", "layers", "tokens/s"]
+    assert [line[1] for line in body] == ["1", "2"]
+    for line, row in zip(body, rows, strict=True):
+        assert row.tokens_per_s is not None
+        assert line[2] == f"{row.tokens_per_s:,.0f}"
+        assert f"  {line[2]}  " in done.stdout
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
+    assert "\\toprule" in (tmp_path / "report.tex").read_text()
+    assert f"rows: {tmp_path / 'rows.jsonl'}" in done.stdout
