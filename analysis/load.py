@@ -58,6 +58,7 @@ COLUMNS: dict[str, str] = {
     "plan_host_bytes": "Int64",
     "plan_step_s": "Float64",
     "machine_name": "string",
+    "host": "string",
     "gpu": "string",
     "torch_version": "string",
     "deepspeed_version": "string",
@@ -203,6 +204,7 @@ def _record(row: Row, source: str) -> dict[str, Any]:
         "host_split": row.host_split or (host_split(row.plan, host, on_gpu=bool(gpu)) if row.status == "ok" else {}),
         "plan_step_s": row.plan.get("step_s"),
         "machine_name": machine_name(row.machine),
+        "host": host_of(row.machine),
         "gpu": str(gpu) if gpu else None,
         "torch_version": row.versions.get("torch"),
         "deepspeed_version": row.versions.get("deepspeed"),
@@ -221,6 +223,15 @@ def machine_name(machine: dict[str, Any]) -> str:
     if machine.get("host_bytes"):
         parts.append(f"{machine['host_bytes'] / 1e9:.0f} GB host")
     return ", ".join(parts)
+
+
+def host_of(machine: dict[str, Any]) -> str:
+    """What tells one machine from another of its kind: its name, the boot, and the matrix peak that was measured on it.
+
+    Rows older than the boot have the peak alone, which two machines hardly share; rows without either cannot be told apart.
+    """
+    peak = machine.get("matrix_peak_tflops")
+    return f"{machine_name(machine)}, boot {machine.get('boot') or 'unknown'}, {f'{peak:.3f} TFLOPS' if peak else 'no peak'}"
 
 
 def _planned(row: Row, on_gpu: bool) -> dict[str, int | None]:

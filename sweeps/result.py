@@ -96,7 +96,8 @@ class Row:
     and placement (numbers of blocks and layers)."""
     counters: dict[str, float] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
-    """gpu, num_gpus, device_bytes, cpu, num_cores, host_bytes, matrix_peak_tflops, datasheet_tflops."""
+    """gpu, num_gpus, device_bytes, cpu, num_cores, host_bytes, boot, matrix_peak_tflops, datasheet_tflops. boot: eight hex digits,
+    the same in rows of one machine between two of its starts; None where unreadable, not there in older rows."""
     versions: dict[str, str] = field(default_factory=dict)
     git_commit: str | None = None
     started_at: str = ""
