@@ -125,10 +125,6 @@ def _strict(value: Any) -> Any:
     return value
 
 
-def _loose(value: Any) -> Any:
-    return [float(item) for item in value] if isinstance(value, list) else value
-
-
 def read_rows(path: Path) -> list[Row]:
     """Rows of one JSONL file, in order. A torn last line (the writer was killed) is dropped; ValueError for another schema."""
     rows = []
@@ -163,6 +159,10 @@ def host_split(plan: Mapping[str, Any], peak_host_bytes: int | None, *, on_gpu: 
     return split | {"other": peak_host_bytes - sum(split.values())}
 
 
+NUMBERS = tuple(item.name for item in dataclasses.fields(Row) if item.type in ("int", "int | None", "float | None"))
+"""Fields of a row that are one number."""
+
+
 def _row(record: Any, where: str) -> Row:
     remedy = "re-run the cell or read it with the version that wrote it"
     if not isinstance(record, dict) or record.get("schema_version") != SCHEMA_VERSION:
@@ -172,7 +172,13 @@ def _row(record: Any, where: str) -> Row:
     if unknown or record.get("status") not in STATUSES:
         found = f"the field {unknown[0]!r}" if unknown else f"status {record.get('status')!r}"
         raise ValueError(f"{where} has {found}, allowed what this version knows; {remedy}")
-    return Row(**record | {name: _loose(record.get(name, [])) for name in HISTORY})
+    single = [(key, record[key]) for key in NUMBERS if record.get(key) is not None]
+    for name, value in [*single, *((key, item) for key in HISTORY for item in record.get(key, []))]:
+        try:
+            float(value)  # of text too: strict JSON has no other NaN
+        except (TypeError, ValueError):
+            raise ValueError(f"{where} has {name} {value!r}, allowed a number; {remedy}") from None
+    return Row(**record | {name: [float(value) for value in record.get(name, [])] for name in HISTORY})
 
 
 def history(row: Row) -> Iterator[tuple[int, dict[str, float]]]:

@@ -248,6 +248,14 @@ def test_folders_are_searched_in_order_and_files_read_once(tmp_path: Path) -> No
         ('{"schema_version": 1, "speed": 3}\n{}\n', "line 1 has the field 'speed'"),
         ('{"schema_version": 1, "status": "ok"}\n{}\n', "not rows of this bench"),
         (json.dumps({**json.loads(row("zero3", [1.0]).to_json()), "schema_version": 0}) + "\n", "schema_version 0"),
+        (
+            json.dumps({**json.loads(row("zero3", [1.0]).to_json()), "tokens_per_s": "abc"}),
+            "line 1 has tokens_per_s 'abc', allowed a",
+        ),
+        (
+            json.dumps({**json.loads(row("zero3", [1.0]).to_json()), "step_s": [1.0, None]}),
+            "line 1 has step_s None, allowed a number",
+        ),
         ("{torn\n" + row("zero3", [1.0]).to_json() + "\n", "line 1 is not JSON"),
     ],
 )
