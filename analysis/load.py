@@ -119,10 +119,24 @@ def from_rows(rows: Sequence[Row], sources: Sequence[str] | None = None) -> pd.D
 
 
 def latest(frame: pd.DataFrame) -> pd.DataFrame:
-    """The last row of every cell on every machine: a resumed cell supersedes its failed attempt. Labels are made anew."""
-    kept = frame.drop_duplicates(["experiment", "cell", "machine_name"], keep="last").reset_index(drop=True)
+    """The last row of every cell on every kind of machine in each file: a resumed cell supersedes its failed attempt.
+
+    Labels are made anew.
+    """
+    doubled = frame.assign(file=files(frame)).duplicated(["experiment", "cell", "machine_name", "file"], keep="last")
+    kept = frame[~doubled].reset_index(drop=True)
     kept["label"] = pd.Series(_labels(kept), dtype="string", index=kept.index)
     return kept
+
+
+def files(frame: pd.DataFrame) -> pd.Series[str]:
+    """The JSONL file of every row: two files are two runs. Empty for rows from W&B, which keeps no files apart."""
+    return frame["source"].where(frame["source"].str.endswith(".jsonl"), "")
+
+
+def by_file(frame: pd.DataFrame) -> list[pd.DataFrame]:
+    """The latest rows of each JSONL file by itself, for no ratio spans two runs; of all W&B runs together."""
+    return [latest(rows) for _, rows in frame.groupby(files(frame), sort=False)]
 
 
 def groups(frame: pd.DataFrame) -> list[pd.DataFrame]:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Sequence
+import math
+import textwrap
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,12 +23,19 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
 COLUMN_IN = 3.3
 """Width of one column of a two-column paper, inches."""
 PAGE_IN = 6.9
 """Width of the text block, inches."""
+SMALL_PER_IN = 20
+"""Characters of 6.5 points that an inch holds."""
+LINE_IN = 0.11
+"""Height of a line of them."""
+TICK_PT = 4.5
+"""Width of a digit at a tick."""
 INK = "#222222"
 MUTED = "#6f6f6f"
 ALARM = "#a4122a"
@@ -241,14 +250,17 @@ def cross(axes: Axes, x: float, y: float, **more: Any) -> None:
     axes.plot(x, y, **{"marker": "x", "color": ALARM, "markersize": 4, "clip_on": False, "linestyle": "", "zorder": 5, **more})
 
 
-def crossed(axes: Axes, x: float, share: float, looks: dict[str, Any], status: str) -> None:
-    """A point of a line that was not measured: its marker at this share of the axes' height, a cross by its status beside it."""
+def crossed(axes: Axes, x: float, share: float, looks: dict[str, Any], status: str, shift_pt: float = 0.0, **more: Any) -> None:
+    """A point of a line that was not measured: its marker at this share of the axes' height, a cross by its status beside it.
+
+    shift_pt: how far to the right of its place, where several have the same. more: of the cross.
+    """
     drawn_on = axes.get_figure(root=True)
     assert drawn_on is not None
-    low = axes.get_xaxis_transform()
+    low = axes.get_xaxis_transform() + ScaledTranslation(shift_pt / 72, 0, drawn_on.dpi_scale_trans)
     axes.plot(x, share, transform=low, **(looks | {"linestyle": ""}))
     beside = low + ScaledTranslation(5 / 72, 0, drawn_on.dpi_scale_trans)
-    cross(axes, x, share, transform=beside, marker=CROSSES.get(status, "1"))
+    cross(axes, x, share, transform=beside, marker=CROSSES.get(status, "1"), **more)
 
 
 def whisker(axes: Axes, x: float, y: float, **ends: Any) -> None:
@@ -271,6 +283,40 @@ def context() -> AbstractContextManager[None]:
 def new_figure(width_in: float, height_in: float) -> Figure:
     """An empty figure of this size, free of pyplot's global state."""
     return Figure(figsize=(width_in, height_in), layout=ConstrainedLayoutEngine(w_pad=0.07))
+
+
+def log2_axis(axes: Axes, places: Sequence[float], name: Callable[[float], str], width_in: float, margin: float) -> None:
+    """A logarithmic x axis with a tick at every place, as many of them named as an axis of this width holds, the ends first.
+
+    places: in order. margin: the factor of room beside the ends.
+    """
+    octave_pt = 72 * width_in / math.log2(places[-1] / places[0] * margin**2)
+    named: dict[float, float] = {}  # place -> half the width of its name, points
+    for place in dict.fromkeys([places[-1], places[0], *reversed(places)]):
+        half = TICK_PT * (len(name(place)) + 1) / 2
+        if all(octave_pt * abs(math.log2(place / other)) >= half + taken for other, taken in named.items()):
+            named[place] = half
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(places[0] / margin, places[-1] * margin)
+    axes.xaxis.set_major_locator(FixedLocator(places))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: name(value) if value in named else ""))
+
+
+def wrapped(text: str, width_in: float) -> str:
+    """Small words (6.5 points) in as many lines as a page of this width needs."""
+    return textwrap.fill(text, int(SMALL_PER_IN * width_in))
+
+
+def noted(figure: Figure, notes: Sequence[str]) -> Figure:
+    """The figure, taller by the notes, which follow its heading."""
+    for note in notes:
+        width_in, height_in = figure.get_size_inches()
+        lines = wrapped(note, width_in)
+        heading = next(text for text in figure.texts if text.get_text() == figure.get_suptitle())
+        heading.set_text(f"{heading.get_text()}\n{lines}")
+        figure.set_size_inches(width_in, height_in + LINE_IN * (lines.count("\n") + 1))
+    return figure
 
 
 def value_grid(axes: Axes, axis: str) -> None:

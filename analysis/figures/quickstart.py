@@ -48,6 +48,7 @@ def figure(frame: pd.DataFrame) -> Figure:
             loss.tick_params(labelbottom=False)
             loss.set_xlabel("")
         drawn.suptitle(f"{heading(frame)}, {frame.iloc[0]['machine_name']}", x=0.005, ha="left", fontsize=7, color=style.MUTED)
+        style.noted(drawn, comparison.machines)
         place_legend(loss)
     return drawn
 
