@@ -53,7 +53,7 @@ def together(frame: pd.DataFrame, folder: Path) -> list[Path]:
         notes = "\n".join(f"- {note}" for note in table.notes)
         about = f"## The paper's claims, and what was measured here\n\n{paper.double_buffering(on_gpu)}\n\n![The paper](paper.png)"
         page.write_text(f"{about}\n\n{tables.as_markdown(table)}\n{notes}\n", encoding="utf-8")
-        tex.write_text(tables.as_latex(table), encoding="utf-8")
+        tex.write_text(paper.latex(table), encoding="utf-8")
         written += [page, tex]
     return written
 
