@@ -1,7 +1,8 @@
 """Speed against model size, batch and context: a line for each system and preset, on one machine.
 
-Invariant: a pure function of the frame. A panel varies one thing and holds the others; predictions are hollow and dashed, and a
-cell with neither measurement nor prediction stands on the axis, its marker crossed, the cross's meaning in the legend.
+Invariant: a pure function of the frame. A panel varies one thing and holds the others; a line joins points of one study;
+predictions are hollow and dashed, and a cell with neither measurement nor prediction stands on the axis, its marker crossed, the
+cross's meaning in the legend.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from analysis import style
+from analysis.compare import machines_notes
 from analysis.studies import Cell, cell_of, stands_for, unablated, variants
 
 Held = tuple[Any, ...]
+BESIDE_IN = 0.7
+"""What stands beside the axis of a panel: its label and ticks, and the space to the next one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +92,12 @@ SCALES: dict[str, Scale] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """The points of one system and preset in a panel, by what the panel varies."""
+    """The points of one system and preset in a panel, by what the panel varies: of one study, or the lone ones of all others."""
 
     label: str
     system: str
+    study: str
+    """Empty for lone points, which nothing joins."""
     variant: int
     points: dict[int, Cell]
 
@@ -115,14 +121,14 @@ def figure(frame: pd.DataFrame, only: str | None = None) -> Figure:
         handles: dict[str, Line2D] = {}
         looks = variants(cells)
         for axes, (name, mine) in zip(drawn.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-            for handle in panel(axes, mine, SCALES[name], looks):
+            for handle in panel(axes, mine, SCALES[name], looks, width / len(panels) - BESIDE_IN):
                 handles.setdefault(str(handle.get_label()), handle)
         columns = 2 if width == style.COLUMN_IN else 5
         series_first = sorted(handles.values(), key=lambda handle: handle.get_color() in (style.ALARM, style.MUTED))
         drawn.legend(handles=series_first, loc="outside lower center", ncols=columns, columnspacing=1.0)
-        told = f"{machines[0]} (the fastest row of each system at each place; hosts of a kind differ)"
-        drawn.suptitle(told, x=0.01, ha="left", fontsize=6.5, color=style.MUTED)
-    return drawn
+        told = f"{machines[0]} (the fastest row of each system at a place; lines join one study)"
+        drawn.suptitle(style.wrapped(told, width), x=0.01, ha="left", fontsize=6.5, color=style.MUTED)
+    return style.noted(drawn, machines_notes(rows))
 
 
 def varies(frame: pd.DataFrame) -> bool:
@@ -146,13 +152,22 @@ def panel_cells(cells: list[Cell], scale: Scale) -> list[Cell]:
 
 
 def series_of(cells: list[Cell], scale: Scale, looks: dict[tuple[str, str | None], int]) -> list[Series]:
-    """Lines in the order of the style; where one was measured more than once at a place, the fastest measurement counts."""
-    found: dict[tuple[str, str | None], Series] = {}
+    """Lines in the order of the style; where one was measured more than once at a place, the fastest measurement counts.
+
+    A study that has one place alone is no line: its points stand with those of the other such studies.
+    """
+    places: dict[tuple[str, str | None, str], set[int | None]] = {}
     for one in cells:
-        key, value = (one.standing.system, one.preset), scale.value(one)
+        places.setdefault((one.standing.system, one.preset, one.experiment), set()).add(scale.value(one))
+    found: dict[tuple[str, str | None, str], Series] = {}
+    for one in cells:
+        system, preset, value = one.standing.system, one.preset, scale.value(one)
         assert value is not None
-        label = f"{style.name_of(one.standing.system)}{f' {one.preset}' if one.preset else ''}"
-        mine = found.setdefault(key, Series(label=label, system=one.standing.system, variant=looks[key], points={}))
+        study = one.experiment if len(places[system, preset, one.experiment]) > 1 else ""
+        label = f"{style.name_of(system)}{f' {preset}' if preset else ''}"
+        mine = found.setdefault(
+            (system, preset, study), Series(label=label, system=system, study=study, variant=looks[system, preset], points={})
+        )
         if stands_for(one, mine.points.get(value)):
             mine.points[value] = one
     order = list(style.SYSTEMS)
@@ -170,19 +185,15 @@ def height(cell: Cell, scale: Scale) -> tuple[float, float | None, float | None]
     return unit * drawn.value, ends[0], ends[1]
 
 
-def panel(axes: Axes, cells: list[Cell], scale: Scale, looks: dict[tuple[str, str | None], int]) -> list[Line2D]:
-    """Draw one panel; the legend's handles."""
+def panel(axes: Axes, cells: list[Cell], scale: Scale, looks: dict[tuple[str, str | None], int], width_in: float) -> list[Line2D]:
+    """Draw one panel whose axis is about this wide; the legend's handles."""
     lines = series_of(cells, scale, looks)
     top = max(max(found[2] or 0, found[0]) for one in cells if (found := height(one, scale)))
-    crossed = [one.label for one in lines if any(cell.drawn is None for cell in one.points.values())]
+    crossed = dict.fromkeys(one.label for one in lines if any(cell.drawn is None for cell in one.points.values()))
     rows = {label: 0.035 + 0.055 * place for place, label in enumerate(crossed)}
     handles = [_series(axes, one, scale, rows.get(one.label, 0.0)) for one in lines]
     values = sorted({value for one in lines for value in one.points})
-    axes.set_xscale("log", base=2)
-    axes.set_xlim(values[0] / 1.25, values[-1] * 1.25)
-    axes.xaxis.set_major_locator(FixedLocator(values))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: scale.tick(round(value))))
+    style.log2_axis(axes, values, lambda value: scale.tick(round(value)), width_in, 1.25)
     axes.set_ylim(0, 1.18 * top)
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if top > 5 else f"{value:g}"))
@@ -215,15 +226,16 @@ def _series(axes: Axes, series: Series, scale: Scale, crossed_at: float) -> Line
         "markersize": 5.2 if series.variant else 3.8,
         "zorder": 2 if series.variant else 2.5,
     }
+    lone = {} if series.study else {"linestyle": ""}
     if measured:
-        axes.plot([value for value, _ in measured], [found[0] for _, found in measured], label=series.label, **looks)
+        axes.plot([value for value, _ in measured], [found[0] for _, found in measured], label=series.label, **(looks | lone))
     for value, (middle, lo, hi) in measured:
         if lo is not None and hi is not None:
             ends = [[middle - lo], [hi - middle]]
             axes.errorbar(value, middle, yerr=ends, color=style.INK, elinewidth=0.7, capthick=0.7, capsize=2.6, zorder=1.5)
     if guessed:
-        before = [(value, found[0]) for value, found in measured if value < guessed[0][0]][-1:]
-        predicted = style.predicted_point(series.system, series.variant)
+        before = [(value, found[0]) for value, found in measured if value < guessed[0][0]][-1:] if series.study else []
+        predicted = style.predicted_point(series.system, series.variant) | lone
         xs, ys = zip(*before, *guessed, strict=True)
         axes.plot(xs, ys, label=f"{series.label} predicted", markevery=slice(len(before), None), **predicted)
     for value, one in series.points.items():
