@@ -11,7 +11,7 @@ measured, and the legend says why. TFLOPS are 6P: 6 x parameters x tokens/s, rec
 from IPython.display import Markdown, display
 
 from analysis import tables
-from analysis.compare import compare, sentence
+from analysis.compare import compare, notes, sentence
 from analysis.figures import quickstart, throughput
 from analysis.notebooks import comparisons, rows, show
 
@@ -33,6 +33,6 @@ Systems are ranked only within one run of a study: the same file, model, batch, 
 # %%
 for file, part in comparisons().items():
     comparison = compare(part)
-    if len(comparison.standings) > 1:
-        title = f"**{file}**: {quickstart.heading(part)}"
-        display(Markdown(f"{title}\n\n{tables.markdown(comparison)}\n{sentence(comparison)}"))
+    title = f"**{file}**: {quickstart.heading(part)}"
+    listed = "\n".join(f"- {note}" for note in notes(comparison))
+    display(Markdown(f"{title}\n\n{tables.markdown(comparison)}\n{sentence(comparison)}\n\n{listed}"))
