@@ -86,7 +86,7 @@ def line_panel(
         for at, cell in points.items():
             if not cell.standing.measured:
                 status = cell.standing.status
-                crosses.add(system, at, look, status, f"{cell.standing.status_label} here", marks[machine])
+                crosses.add(look["label"], at, look, status, f"{cell.standing.status_label} here", marks[machine])
     places = sorted({place(one) for one in told})
     style.log2_axis(axes, places, _tick, style.PAGE_IN / 2 - 0.8, MARGIN)
     axes.set_ylim(0, 1.15 * axes.dataLim.ymax)
@@ -102,17 +102,17 @@ def _tick(value: float) -> str:
 
 
 class _Crosses:
-    """What ran out of memory in one panel: a row for each system, in it one beside the other where they share a place."""
+    """What ran out of memory in one panel: a row for each system and preset, in it one beside the other at a place."""
 
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
         self.rows: dict[str, int] = {}
         self.taken: Counter[tuple[str, float]] = Counter()
 
-    def add(self, system: str, at: float, look: dict[str, Any], status: str, meaning: str, mark: str = "") -> None:
-        share = 0.04 + 0.06 * self.rows.setdefault(system, len(self.rows))
-        shift_pt = -16.0 * self.taken[system, at]
-        self.taken[system, at] += 1
+    def add(self, name: str, at: float, look: dict[str, Any], status: str, meaning: str, mark: str = "") -> None:
+        share = 0.04 + 0.06 * self.rows.setdefault(name, len(self.rows))
+        shift_pt = -16.0 * self.taken[name, at]
+        self.taken[name, at] += 1
         style.crossed(self.axes, at, share, look, status=status, shift_pt=shift_pt, label=meaning)
         if mark:
             _mark(self.axes, mark, (at, share), shift_pt - 4, "right", xycoords=self.axes.get_xaxis_transform())
@@ -149,7 +149,7 @@ def _claims(axes: Axes, system: str, said: Sequence[Claim], place: Callable[[Cla
             axes.annotate("†", (place(one), one.value or 0.0), (0, 3), textcoords="offset points", ha="center", fontsize=6.5)
     for one in said:
         if one.oom:
-            crosses.add(system, place(one), look, "oom_device", "OOM in the paper")
+            crosses.add(style.name_of(system), place(one), look, "oom_device", "OOM in the paper")
 
 
 def ablation_panel(axes: Axes, told: Sequence[Claim], frame: pd.DataFrame) -> None:
@@ -164,7 +164,7 @@ def ablation_panel(axes: Axes, told: Sequence[Claim], frame: pd.DataFrame) -> No
     axes.set_yticks(range(len(told)), ["\n".join(textwrap.wrap(one.setting, 16)) for one in told])
     axes.set_ylim(len(told) - 0.45, -0.55)
     low, high = axes.dataLim.intervalx
-    axes.set_xlim(min(1.8 * low, -10), max(2.0, 1.3 * high))
+    axes.set_xlim(min(2.4 * low, -10), max(2.0, 1.3 * high))  # beside the longest bar stands what was measured where
     axes.tick_params(axis="y", length=0)
     axes.set_title("Ablation (the paper's: 14B)")
     axes.set_xlabel("change of throughput, %")
