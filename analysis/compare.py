@@ -104,8 +104,6 @@ class Comparison:
     reference: Standing | None
     on_gpu: bool
     numerics_checked: bool
-    machines: list[str]
-    """What to know of the machines, where there are several."""
 
     @property
     def ranked(self) -> list[Standing]:
@@ -139,22 +137,7 @@ def compare(frame: pd.DataFrame) -> Comparison:
         reference=reference,
         on_gpu=bool(frame["gpu"].notna().any()),
         numerics_checked=checked,
-        machines=machines_notes(frame),
     )
-
-
-def machines_notes(frame: pd.DataFrame) -> list[str]:
-    """One note where the measured rows of a table or figure come from several machines of one kind; none else.
-
-    A machine is known by its boot, in rows older than that by its matrix peak.
-    """
-    measured = [dict(machine) for machine in frame[frame["tokens_per_s"].notna()]["machine"]]
-    known = {str(machine.get("boot") or machine.get("matrix_peak_tflops")) for machine in measured}
-    if len(known) < 2:
-        return []
-    peaks = [machine["matrix_peak_tflops"] for machine in measured if machine.get("matrix_peak_tflops")]
-    apart = f", up to {max(peaks) / min(peaks) - 1:.1%} in their matrix peak," if peaks else ""
-    return [f"Rows of {len(known)} machines of this kind; differences between them{apart} are in these numbers."]
 
 
 def sentence(comparison: Comparison) -> str:
@@ -186,7 +169,6 @@ def notes(comparison: Comparison) -> list[str]:
         f"{one.label}: numerics differ from the reference{_by(one)}; not ranked" for one in comparison.standings if one.differs
     ]
     told += [f"{one.label}: {one.caveat}" for one in comparison.standings if one.measured and one.caveat]
-    told += comparison.machines
     told += [_prediction(one) for one in comparison.standings if one.measured and one.plan.get("window_step_s")]
     if not comparison.numerics_checked and comparison.ranked:
         told.append("No reference row: numerics were not checked.")

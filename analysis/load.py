@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import runs, stats
+from analysis import machines, runs, stats
 from analysis.runs import Tagged
 from analysis.style import name_of
 from sweeps.result import Row, compared, configuration, flat, host_split, read_rows
@@ -217,35 +217,13 @@ def _record(row: Row, source: str) -> dict[str, Any]:
         **_planned(row, on_gpu=bool(gpu)),
         "host_split": row.host_split or (host_split(row.plan, host, on_gpu=bool(gpu)) if row.status == "ok" else {}),
         "plan_step_s": row.plan.get("step_s"),
-        "machine_name": machine_name(row.machine),
-        "host": host_of(row.machine),
+        "machine_name": machines.name_of(row.machine),
+        "host": machines.host_of(row.machine),
         "gpu": str(gpu) if gpu else None,
         "torch_version": row.versions.get("torch"),
         "deepspeed_version": row.versions.get("deepspeed"),
         "source": source,
     }
-
-
-def machine_name(machine: dict[str, Any]) -> str:
-    """The machine in words: GPU (or CPU), cores, host memory in decimal GB; only what the row states."""
-    gpu, num_gpus = machine.get("gpu"), machine.get("num_gpus") or 1
-    parts = [
-        f"{num_gpus} × {gpu}" if gpu and num_gpus > 1 else str(gpu) if gpu else f"CPU only ({machine.get('cpu') or 'unknown'})"
-    ]
-    if machine.get("num_cores"):
-        parts.append(f"{machine['num_cores']} cores")
-    if machine.get("host_bytes"):
-        parts.append(f"{machine['host_bytes'] / 1e9:.0f} GB host")
-    return ", ".join(parts)
-
-
-def host_of(machine: dict[str, Any]) -> str:
-    """What tells one machine from another of its kind: its name, the boot, and the matrix peak that was measured on it.
-
-    Rows older than the boot have the peak alone, which two machines hardly share; rows without either cannot be told apart.
-    """
-    peak = machine.get("matrix_peak_tflops")
-    return f"{machine_name(machine)}, boot {machine.get('boot') or 'unknown'}, {f'{peak:.3f} TFLOPS' if peak else 'no peak'}"
 
 
 def _planned(row: Row, on_gpu: bool) -> dict[str, int | None]:

@@ -130,7 +130,7 @@ def place_of(cell: Cell) -> str:
 
 
 def machine_in_short(machine: str) -> str:
-    """`H200 16 cores` of a machine's name (load.machine_name)."""
+    """`H200 16 cores` of a machine's name (machines.name_of)."""
     return " ".join(machine.replace("NVIDIA ", "").split(", ")[:2])
 
 

@@ -24,8 +24,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from analysis import load, paper, studies, style, tables
-from analysis.compare import compare, machines_notes, sentence
+from analysis import load, machines, paper, studies, style, tables
+from analysis.compare import compare, sentence
 from analysis.figures import ablation, quickstart, throughput, timeline
 from analysis.studies import Study
 from analysis.timeline import SUFFIX
@@ -60,10 +60,8 @@ class Section:
     @property
     def sheet(self) -> tables.Sheet:
         """Its table."""
-        if self.study is None:
-            return tables.sheet(compare(self.frame))
-        table = tables.study_sheet(self.study)
-        return replace(table, notes=[*table.notes, *machines_notes(self.frame)])
+        table = tables.sheet(compare(self.frame)) if self.study is None else tables.study_sheet(self.study)
+        return replace(table, notes=[*table.notes, *machines.notes(self.frame)])
 
     @property
     def sentence(self) -> str:

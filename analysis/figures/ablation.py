@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from analysis import style
-from analysis.compare import machines_notes
+from analysis import machines, style
+from analysis.figures import layout
 from analysis.studies import Cell, Study, change, named, percent, rung_name, study_of, worded
 
 HEAT = LinearSegmentedColormap.from_list("loss", ["#f2f6fb", "#8cb4e0", "#1f5fa8", "#12305a"])
@@ -36,7 +36,7 @@ def figure(frame: pd.DataFrame) -> Figure:
     drawings = {"grid": heat_map, "ladder": ladder, "factor": bars}
     if study.kind not in drawings:
         raise ValueError(f"{study.name}: a {study.kind}, no ablation: nothing differs but systems or sizes; vary a field of system")
-    return style.noted(drawings[study.kind](study), machines_notes(frame))
+    return layout.noted(drawings[study.kind](study), machines.notes(frame))
 
 
 def heat_map(study: Study) -> Figure:

@@ -19,6 +19,7 @@ from matplotlib.patheffects import withStroke
 
 from analysis import load, style
 from analysis.effects import Change, setting_changes
+from analysis.figures import layout
 from analysis.paper import ATTENTION, Claim, cells_for, cells_in, claims, place_of, tflops
 from analysis.studies import Cell, percent, variants
 
@@ -54,7 +55,7 @@ def figure(frame: pd.DataFrame) -> Figure:
             f"measured on {here}",
             "† flagged in paper.csv; formulas are those of the measured points, the paper's is not stated or fits in part",
         ]
-        wrapped = "\n".join(style.wrapped(line, style.PAGE_IN) for line in lines_told)
+        wrapped = "\n".join(layout.wrapped(line, style.PAGE_IN) for line in lines_told)
         drawn.suptitle(wrapped, x=0.005, ha="left", fontsize=6.5, color=style.MUTED)
     return drawn
 
@@ -88,7 +89,7 @@ def line_panel(
                 status = cell.standing.status
                 crosses.add(look["label"], at, look, status, f"{cell.standing.status_label} here", marks[machine])
     places = sorted({place(one) for one in told})
-    style.log2_axis(axes, places, _tick, style.PAGE_IN / 2 - 0.8, MARGIN)
+    layout.log2_axis(axes, places, _tick, style.PAGE_IN / 2 - 0.8, MARGIN)
     axes.set_ylim(0, 1.15 * axes.dataLim.ymax)
     if not any(cell.standing.measured for points in mine.values() for cell in points.values()):
         place_of_words: Any = {"transform": axes.transAxes, "ha": "right", "va": "top"}

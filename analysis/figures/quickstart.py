@@ -20,8 +20,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
-from analysis import style
+from analysis import machines, style
 from analysis.compare import Comparison, Standing, compare
+from analysis.figures import layout
 from analysis.stats import Estimate
 from analysis.style import look
 from sweeps.result import LOSS_TOLERANCE
@@ -48,7 +49,7 @@ def figure(frame: pd.DataFrame) -> Figure:
             loss.tick_params(labelbottom=False)
             loss.set_xlabel("")
         drawn.suptitle(f"{heading(frame)}, {frame.iloc[0]['machine_name']}", x=0.005, ha="left", fontsize=7, color=style.MUTED)
-        style.noted(drawn, comparison.machines)
+        layout.noted(drawn, machines.notes(frame))
         place_legend(loss)
     return drawn
 

@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from analysis import style
-from analysis.compare import machines_notes
+from analysis import machines, style
+from analysis.figures import layout
 from analysis.studies import Cell, cell_of, stands_for, unablated, variants
 
 Held = tuple[Any, ...]
@@ -107,9 +107,9 @@ def figure(frame: pd.DataFrame, only: str | None = None) -> Figure:
 
     ValueError where nothing varies, and for rows of several machines.
     """
-    machines = sorted(set(frame["machine_name"]))
-    if len(machines) != 1:
-        raise ValueError(f"rows of {len(machines)} machines ({'; '.join(machines)}): a line never spans two; pick one")
+    kinds = sorted(set(frame["machine_name"]))
+    if len(kinds) != 1:
+        raise ValueError(f"rows of {len(kinds)} machines ({'; '.join(kinds)}): a line never spans two; pick one")
     rows = unablated(frame).sort_values("started_at", kind="stable")
     cells = [cell_of(record) for record in rows.to_dict("records")]
     panels = {name: found for name in ([only] if only else SCALES) if (found := panel_cells(cells, SCALES[name]))}
@@ -126,9 +126,9 @@ def figure(frame: pd.DataFrame, only: str | None = None) -> Figure:
         columns = 2 if width == style.COLUMN_IN else 5
         series_first = sorted(handles.values(), key=lambda handle: handle.get_color() in (style.ALARM, style.MUTED))
         drawn.legend(handles=series_first, loc="outside lower center", ncols=columns, columnspacing=1.0)
-        told = f"{machines[0]} (the fastest row of each system at a place; lines join one study)"
-        drawn.suptitle(style.wrapped(told, width), x=0.01, ha="left", fontsize=6.5, color=style.MUTED)
-    return style.noted(drawn, machines_notes(rows))
+        told = f"{kinds[0]} (the fastest row of each system at a place; lines join one study)"
+        drawn.suptitle(layout.wrapped(told, width), x=0.01, ha="left", fontsize=6.5, color=style.MUTED)
+    return layout.noted(drawn, machines.notes(rows))
 
 
 def varies(frame: pd.DataFrame) -> bool:
@@ -193,7 +193,7 @@ def panel(axes: Axes, cells: list[Cell], scale: Scale, looks: dict[tuple[str, st
     rows = {label: 0.035 + 0.055 * place for place, label in enumerate(crossed)}
     handles = [_series(axes, one, scale, rows.get(one.label, 0.0)) for one in lines]
     values = sorted({value for one in lines for value in one.points})
-    style.log2_axis(axes, values, lambda value: scale.tick(round(value)), width_in, 1.25)
+    layout.log2_axis(axes, values, lambda value: scale.tick(round(value)), width_in, 1.25)
     axes.set_ylim(0, 1.18 * top)
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if top > 5 else f"{value:g}"))

@@ -10,8 +10,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from analysis import effects, load, report, studies, tables
-from analysis.compare import CPU_NOTE, machines_notes
+from analysis import effects, load, machines, report, studies, tables
+from analysis.compare import CPU_NOTE
 from analysis.studies import Study, study_of
 from sweeps.result import Row
 from tests.unit.test_analysis_load import CPU, H200, cpu_rows, h200_rows, row, save
@@ -235,10 +235,10 @@ def test_repeats_pair_round_by_round() -> None:
     assert not changes(rows[:4])[0].estimate.has_interval
 
 
-def machines_of(*machines: dict[str, Any]) -> list[str]:
-    rows = [row("megatrain", [1.0], cell=str(number), machine=H200 | machine) for number, machine in enumerate(machines)]
+def machines_of(*found: dict[str, Any]) -> list[str]:
+    rows = [row("megatrain", [1.0], cell=str(number), machine=H200 | machine) for number, machine in enumerate(found)]
     refused = row("zero3", status="wont_fit", machine=H200)
-    return machines_notes(load.from_rows([*rows, refused]))
+    return machines.notes(load.from_rows([*rows, refused]))
 
 
 def test_rows_of_several_machines_of_a_kind_say_so() -> None:
