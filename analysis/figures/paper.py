@@ -49,10 +49,10 @@ def figure(frame: pd.DataFrame) -> Figure:
         line_panel(panels[1, 1], depth, cells, lambda one: float(one.num_layers or 0), "6P", marks)
         _name(panels[1, 1], "Depth, hidden 3584, T = 1024", "layers", "TFLOPS (6P)")
         drawn.legend(handles=_legend(panels.flat), loc="outside lower center", ncols=5, columnspacing=1.0)
-        here = "; ".join(f"({mark}) {machine}" if mark else machine for machine, mark in marks.items()) or "nothing yet"
+        here = "; ".join(f"({mark}) {machine}" if mark else machine for machine, mark in marks.items())
         lines_told = [
             f"hollow, dotted: the paper, {headline[0].hardware}; filled: measured, with 95% intervals",
-            f"measured on {here}",
+            f"measured on {here}" if here else "nothing measured yet",
             "† flagged in paper.csv; formulas are those of the measured points, the paper's is not stated or fits in part",
         ]
         wrapped = "\n".join(layout.wrapped(line, style.PAGE_IN) for line in lines_told)
@@ -92,8 +92,8 @@ def line_panel(
     layout.log2_axis(axes, places, _tick, style.PAGE_IN / 2 - 0.8, MARGIN)
     axes.set_ylim(0, 1.15 * axes.dataLim.ymax)
     if not any(cell.standing.measured for points in mine.values() for cell in points.values()):
-        place_of_words: Any = {"transform": axes.transAxes, "ha": "right", "va": "top"}
-        axes.text(0.98, 0.98, "not measured here yet", fontsize=6.5, color=style.MUTED, **place_of_words)
+        place_of_words: Any = {"transform": axes.transAxes, "ha": "left", "va": "top"}
+        axes.text(0.02, 0.98, "not measured here yet", fontsize=6.5, color=style.MUTED, **place_of_words)
     style.value_grid(axes, "y")
 
 
