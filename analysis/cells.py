@@ -34,6 +34,7 @@ class Cell:
     """One configuration of a study. `factors` holds what was varied: config path -> this cell's value."""
 
     standing: Standing
+    experiment: str
     machine: str
     model: str
     num_params: int | None
@@ -76,6 +77,7 @@ def cell_of(record: Mapping[Hashable, Any]) -> Cell:
     predicted = Estimate(value=shape[0] * shape[1] / step_s, num_samples=0) if step_s and not standing.measured else None
     return Cell(
         standing=standing,
+        experiment=str(record["experiment"]),
         machine=str(record["machine_name"]),
         model=str(record["model"]),
         num_params=None if pd.isna(record["size"]) else int(record["size"]),

@@ -1,23 +1,30 @@
-"""What one setting does to speed: pairs of cells of a study that differ in it and in nothing else.
+"""What one setting does to speed: pairs of rows that differ in it and in nothing else.
 
-Invariant: both cells of a pair were measured in one study on one machine, with losses not known to differ from the reference's.
+Invariant: both rows of a pair come from one file and one commit, were measured alike on one machine (the frame's `host`), and have
+losses not known to differ from the reference's. Repeats pair round by round: a round that holds one of the two tells nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from analysis.cells import Cell, change, comparable
+import pandas as pd
+
+from analysis import load, stats
+from analysis.cells import Cell, cell_of, comparable
 from analysis.stats import Estimate
-from analysis.studies import VARIED, Study
+from sweeps.result import configuration
 
 SETTINGS: dict[str, tuple[str, int, int]] = {
-    "without double buffering": ("system.depth", 1, 2),
-    "checkpoint interval 1": ("system.checkpoint_interval", 1, 4),
+    "without double buffering": ("depth", 1, 2),
+    "checkpoint interval 1": ("checkpoint_interval", 1, 4),
 }
-"""A setting of the paper's ablation -> the field that stands for it, its value, and the value it is held against."""
+"""A setting of the paper's ablation -> the field of `system` that stands for it, its value, and the value it is held against."""
 STREAMS = "system.streams"
+Record = dict[Hashable, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,30 +32,64 @@ class Change:
     """What changing one field did: two cells that differ in nothing else, and tokens/s of the first over the second's, less 1."""
 
     cell: Cell
+    """Of the first round, as `base`."""
     base: Cell
     estimate: Estimate
+    num_rounds: int
+    num_windows: int
+    """Windows of each of the two, over all rounds."""
+    file: str
+    """Where its rows are; empty where they come from no file."""
 
 
-def setting_change(groups: Iterable[Study], setting: str) -> Change | None:
-    """What a setting of the paper's ablation does in these studies; None where no two cells differ in it alone.
+def setting_changes(frame: pd.DataFrame, setting: str) -> list[Change]:
+    """What a setting of the paper's ablation does in these rows, best-founded first; empty where no two differ in it alone.
 
-    Of several such pairs that with most streams (overlap is what is taken away), then the one measured last.
+    That is the pair with most streams (overlap is what is taken away), of such pairs that with most windows, then the last.
     """
     if setting not in SETTINGS:
-        return None
-    key, value, base_value = SETTINGS[setting]
-    found = [pair for study in groups for pair in _pairs(study.cells, key, value, base_value)]
-    return max(enumerate(found), key=lambda pair: (pair[1].cell.config.get(STREAMS, 0), pair[0]), default=(0, None))[1]
+        return []
+    name, value, base_value = SETTINGS[setting]
+    found: list[Change] = []
+    for rows in load.by_file(frame):
+        for _, alike in rows.groupby([*load.GROUP, "git_commit"], sort=False, dropna=False):
+            found += _changes(alike.to_dict("records"), name, value, base_value)
+    found.reverse()
+    return sorted(found, key=lambda one: (-one.cell.config.get(STREAMS, 0), -one.num_windows))
 
 
-def _pairs(cells: list[Cell], key: str, value: int, base_value: int) -> list[Change]:
-    """Comparable cells with `value`, each with the one that has `base_value` and is equal otherwise."""
-    ready = [one for one in cells if comparable(one)]
-    bases = {_rest(one, key): one for one in ready if one.config.get(key) == base_value}
-    pairs = [(one, bases[_rest(one, key)]) for one in ready if one.config.get(key) == value and _rest(one, key) in bases]
-    return [Change(cell=one, base=base, estimate=gap) for one, base in pairs if (gap := change(one, base)) is not None]
+def _changes(records: list[Record], name: str, value: int, base_value: int) -> list[Change]:
+    """One for each configuration that was measured with both values: what its rounds, each on one machine, say together."""
+    configurations: dict[str, dict[tuple[Hashable, ...], dict[Any, Record]]] = {}
+    for record in records:
+        config = record["config"]
+        if "measure" in config and comparable(cell_of(record)):
+            system = {key: item for key, item in config["system"].items() if key != name}
+            rounds = configurations.setdefault(configuration({**config, "system": system}), {})
+            place = config["measure"].get("repeat", 1), record["host"]
+            rounds.setdefault(place, {})[config["system"].get(name)] = record
+    found = []
+    for rounds in configurations.values():
+        pairs = [(both[value], both[base_value]) for both in rounds.values() if value in both and base_value in both]
+        if pairs:
+            found.append(_change(pairs))
+    return found
 
 
-def _rest(cell: Cell, key: str) -> tuple[object, ...]:
-    varied = sorted((name, repr(value)) for name, value in cell.config.items() if name.startswith(VARIED) and name != key)
-    return cell.standing.system, cell.model, cell.batch_size, cell.seq_len, tuple(varied)
+def _change(rounds: list[tuple[Record, Record]]) -> Change:
+    over = stats.paired([(_run(record), _run(base)) for record, base in rounds])
+    assert over is not None
+    lo, hi = (None if end is None else end - 1 for end in (over.lo, over.hi))
+    (first, base), source = rounds[0], Path(str(rounds[0][0]["source"]))
+    return Change(
+        cell=cell_of(first),
+        base=cell_of(base),
+        estimate=Estimate(value=over.value - 1, lo=lo, hi=hi, num_samples=over.num_samples),
+        num_rounds=len(rounds),
+        num_windows=sum(min(len(record["step_s"]), len(base["step_s"])) for record, base in rounds),
+        file=source.name if source.suffix == ".jsonl" else "",
+    )
+
+
+def _run(record: Record) -> stats.Run:
+    return float(record["tokens_per_s"]), record["step_s"]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import runs, stats
+from analysis import machines, runs, stats
 from analysis.runs import Tagged
 from analysis.style import name_of
 from sweeps.result import Row, compared, configuration, flat, host_split, read_rows
@@ -59,6 +59,7 @@ COLUMNS: dict[str, str] = {
     "plan_host_bytes": "Int64",
     "plan_step_s": "Float64",
     "machine_name": "string",
+    "host": "string",
     "gpu": "string",
     "torch_version": "string",
     "deepspeed_version": "string",
@@ -125,10 +126,24 @@ def _model(row: Row) -> tuple[str, str]:
 
 
 def latest(frame: pd.DataFrame) -> pd.DataFrame:
-    """The last row of every cell on every machine: a resumed cell supersedes its failed attempt. Labels are made anew."""
-    kept = frame.drop_duplicates(["experiment", "cell", "machine_name"], keep="last").reset_index(drop=True)
+    """The last row of every cell on every kind of machine in each file: a resumed cell supersedes its failed attempt.
+
+    Labels are made anew.
+    """
+    doubled = frame.assign(file=files(frame)).duplicated(["experiment", "cell", "machine_name", "file"], keep="last")
+    kept = frame[~doubled].reset_index(drop=True)
     kept["label"] = pd.Series(_labels(kept), dtype="string", index=kept.index)
     return kept
+
+
+def files(frame: pd.DataFrame) -> pd.Series[str]:
+    """The JSONL file of every row: two files are two runs. Empty for rows from W&B, which keeps no files apart."""
+    return frame["source"].where(frame["source"].str.endswith(".jsonl"), "")
+
+
+def by_file(frame: pd.DataFrame) -> list[pd.DataFrame]:
+    """The latest rows of each JSONL file by itself, for no ratio spans two runs; of all W&B runs together."""
+    return [latest(rows) for _, rows in frame.groupby(files(frame), sort=False)]
 
 
 def groups(frame: pd.DataFrame) -> list[pd.DataFrame]:
@@ -209,25 +224,13 @@ def _record(row: Row, source: str) -> dict[str, Any]:
         **_planned(row, on_gpu=bool(gpu)),
         "host_split": row.host_split or (host_split(row.plan, host, on_gpu=bool(gpu)) if row.status == "ok" else {}),
         "plan_step_s": row.plan.get("step_s"),
-        "machine_name": machine_name(row.machine),
+        "machine_name": machines.name_of(row.machine),
+        "host": machines.host_of(row.machine),
         "gpu": str(gpu) if gpu else None,
         "torch_version": row.versions.get("torch"),
         "deepspeed_version": row.versions.get("deepspeed"),
         "source": source,
     }
-
-
-def machine_name(machine: dict[str, Any]) -> str:
-    """The machine in words: GPU (or CPU), cores, host memory in decimal GB; only what the row states."""
-    gpu, num_gpus = machine.get("gpu"), machine.get("num_gpus") or 1
-    parts = [
-        f"{num_gpus} × {gpu}" if gpu and num_gpus > 1 else str(gpu) if gpu else f"CPU only ({machine.get('cpu') or 'unknown'})"
-    ]
-    if machine.get("num_cores"):
-        parts.append(f"{machine['num_cores']} cores")
-    if machine.get("host_bytes"):
-        parts.append(f"{machine['host_bytes'] / 1e9:.0f} GB host")
-    return ", ".join(parts)
 
 
 def _planned(row: Row, on_gpu: bool) -> dict[str, int | None]:

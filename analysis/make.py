@@ -58,18 +58,21 @@ def together(frame: pd.DataFrame, folder: Path) -> list[Path]:
         notes = "\n".join(f"- {note}" for note in table.notes)
         about = f"## The paper's claims, and what was measured here\n\n{paper.double_buffering(on_gpu)}\n\n![The paper](paper.png)"
         page.write_text(f"{about}\n\n{tables.as_markdown(table)}\n{notes}\n", encoding="utf-8")
-        tex.write_text(tables.as_latex(table), encoding="utf-8")
+        tex.write_text(paper.latex(table), encoding="utf-8")
         written += [page, tex]
     return written
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; 0 when there are no rows yet, 2 and one line on standard error for rows that cannot be read."""
+    """Command line; 0 when there are no rows yet, 2 and one line on standard error for what cannot be read."""
     parser = argparse.ArgumentParser(prog="python -m analysis.make", description="Rebuild the figures of all committed results.")
     parser.add_argument(
         "--results", metavar="DIR", type=Path, default=RESULTS, help=f"folder of *.jsonl, *{SUFFIX} (default: analysis/results)"
     )
     folder: Path = parser.parse_args(arguments).results
+    if not folder.is_dir():
+        print(f"error: --results: got {folder}, allowed a folder that exists; name one with measured rows", file=sys.stderr)
+        return 2
     files, timelines = sorted(folder.glob("*.jsonl")), sorted(folder.glob(f"*{SUFFIX}"))
     if not files and not timelines:
         print(f"{folder}: no *.jsonl or *{SUFFIX} yet, so no figure to build; put measured rows there")

@@ -1,7 +1,8 @@
 """What the paper says (paper.csv), claim by claim, beside what these rows measured: on which hardware, under which formula.
 
-Invariant: a claim is quoted with its source, trust and flag, never corrected; a measured number stands beside it only where model
-size, length and system are the same, and always with its own machine. Batches and machines differ: read shapes, not races.
+Invariant: a claim is quoted with its source, trust and flag, never corrected; a measured speed stands beside it only where model
+size, length and system are the same, a relative change (of an ablation) also where the size is another, and every measured number
+with its own model, machine and batch. Batches and machines differ: read shapes, not races.
 
 trust: P the paper's own words; S2 two or more independent notes on it agree; S1 one note; R the public repository.
 """
@@ -15,12 +16,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from analysis import load, style
+from analysis import load, style, tables
 from analysis.cells import Cell, cell_of, percent, stands_for
 from analysis.compare import compare, interval_text
-from analysis.effects import STREAMS, setting_change
-from analysis.stats import Estimate
-from analysis.studies import studies, unablated
+from analysis.effects import STREAMS, Change, setting_changes
+from analysis.studies import unablated
 from analysis.tables import Sheet
 
 CSV = Path(__file__).with_name("paper.csv")
@@ -33,6 +33,8 @@ OURS = {"megatrain": ("megatrain", "published_megatrain")}
 """A system of the paper -> the systems that are measured for it, where the name is not the same."""
 HIDDEN = 3584
 """Width of the models whose depth the paper varies."""
+WIDTHS = (0.07, 0.08, 0.11, 0.08, 0.06, 0.06, 0.08, 0.04, 0.2, 0.1)
+"""Widths of the table's columns on a page of style.PAGE_IN, shares of a line; what is left lies between them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,15 +85,15 @@ def cells_in(frame: pd.DataFrame) -> list[Cell]:
 
 
 def cells_for(claim: Claim, cells: list[Cell]) -> list[Cell]:
-    """The fastest cell of each system and preset that does what the claim says, measured ones first and fastest first.
+    """The fastest cell of each system, preset and machine that does what the claim says, measured ones first and fastest first.
 
     A cell that was not measured counts where no other of its kind was: it says why.
     """
     if claim.metric not in ("tflops", "tokens_per_s") or claim.study in ("ablation", "accuracy", "width", "third_party"):
         return []
-    best: dict[tuple[str, str | None], Cell] = {}
+    best: dict[tuple[str, str | None, str], Cell] = {}
     for one in cells:
-        key = one.standing.system, one.preset
+        key = one.standing.system, one.preset, one.machine
         if _same(claim, one) and stands_for(one, best.get(key)):
             best[key] = one
     return sorted(best.values(), key=lambda one: -one.standing.speed.value if one.standing.measured and one.standing.speed else 0.0)
@@ -122,53 +124,78 @@ def _same(claim: Claim, cell: Cell) -> bool:
     return cell.model == MODELS.get(claim.model)
 
 
+def place_of(cell: Cell) -> str:
+    """What was trained, and where, in few words: `7.6B, H200 16 cores`."""
+    size = f"{cell.num_params / 1e9:.1f}B" if cell.num_params else cell.model
+    return f"{size}, {machine_in_short(cell.machine)}"
+
+
+def machine_in_short(machine: str) -> str:
+    """`H200 16 cores` of a machine's name (machines.name_of)."""
+    return " ".join(machine.replace("NVIDIA ", "").split(", ")[:2])
+
+
 def measured_text(claim: Claim, cells: list[Cell]) -> str:
-    """What these rows have for a claim, in its unit; empty where they have nothing."""
-    told = []
+    """What these rows have for a claim, in its unit, by what was trained where; empty where they have nothing."""
+    told: dict[str, list[str]] = {}
     for one in cells_for(claim, cells):
         name = f"{style.name_of(one.standing.system)} {one.preset or ''}".strip()
-        speed = one.standing.speed
+        speed, mine = one.standing.speed, told.setdefault(f"{place_of(one)}, batch {one.batch_size}", [])
         if not one.standing.measured or speed is None:
-            told.append(f"{name} {one.standing.status_label}")
+            mine.append(f"{name} {one.standing.status_label}")
             continue
         unit = tflops(one, ATTENTION if claim.formula == ATTENTION else "6P") / speed.value if claim.metric == "tflops" else 1.0
         ends = "" if speed.lo is None or speed.hi is None else f" ({unit * speed.lo:,.0f}–{unit * speed.hi:,.0f})"
-        differs = ", numerics differ" if one.standing.differs else ""
-        told.append(f"{name} {unit * speed.value:,.0f}{ends}, batch {one.batch_size}{differs}")
-    return "; ".join(told)
+        mine.append(f"{name} {unit * speed.value:,.0f}{ends}{' (numerics differ)' if one.standing.differs else ''}")
+    return "; ".join(f"{where}: {', '.join(mine)}" for where, mine in told.items())
 
 
 def ratio_text(claim: Claim, frame: pd.DataFrame) -> str:
-    """Speeds over ZeRO-3's at the claim's model and length, each within one group of rows (one run's machine and shape)."""
+    """Speeds over ZeRO-3's at the claim's model and length, each within one run's rows of one machine and shape."""
     told = []
-    for part in load.groups(frame):
-        first = part.iloc[0]
-        if (str(first["model"]), int(first["seq_len"])) == (MODELS.get(claim.model), claim.seq_len):
+    parts = [part for rows in load.by_file(frame) for _, mine in rows.groupby("host", sort=False) for part in load.groups(mine)]
+    for part in parts:
+        first = cell_of(part.iloc[0].to_dict())
+        if (first.model, first.seq_len) == (MODELS.get(claim.model), claim.seq_len):
             mine = [one for one in compare(part).ranked if one.system in OURS[claim.system] and one.ratio is not None]
-            told += [f"{one.label} {interval_text(one.ratio)}" for one in mine if one.ratio is not None]
+            ratios = [f"{one.label} {interval_text(one.ratio)}" for one in mine if one.ratio is not None]
+            told += [f"{place_of(first)}, batch {first.batch_size}: {', '.join(ratios)}"] if ratios else []
     return "; ".join(told)
 
 
-def change_text(change: Estimate) -> str:
-    """`−31.3% (−33.0% to −29.5%)`."""
-    ends = f" ({percent(change.lo)} to {percent(change.hi)})" if change.lo is not None and change.hi is not None else ""
-    return f"{percent(change.value)}{ends}"
+def change_text(found: Change) -> str:
+    """`7.6B, H200 16 cores, batch 32: −31.3% (−33.0% to −29.5%)`."""
+    gap = found.estimate
+    ends = f" ({percent(gap.lo)} to {percent(gap.hi)})" if gap.lo is not None and gap.hi is not None else ""
+    return f"{place_of(found.cell)}, batch {found.cell.batch_size}: {percent(gap.value)}{ends}"
 
 
 def double_buffering(frame: pd.DataFrame) -> str:
-    """The result of the double-buffering study in one sentence with its interval, beside the paper's; or how to get it."""
+    """The result of the double-buffering study in one sentence with its interval, beside the paper's; or how to get it.
+
+    The best-founded pair speaks, the others with as many streams are named behind it.
+    """
     claim = next(one for one in claims() if one.setting == "without double buffering" and one.metric == "change")
     assert claim.value is not None
     said = f"the paper reports {percent(claim.value)} ({claim.model} on one {claim.hardware}, {claim.source})"
-    found = setting_change(studies(frame), claim.setting) if len(frame) else None
-    if found is None:
+    found = setting_changes(frame, claim.setting)
+    if not found:
         how = "python -m sweeps.run +ablation=double_buffering"
         return f"Double buffering has not been measured here yet ({how} makes the rows); {said}."
-    cell, gap = found.cell, found.estimate
+    cell, gap = found[0].cell, found[0].estimate
     ends = f"95% interval {percent(gap.lo)} to {percent(gap.hi)}" if gap.lo is not None and gap.hi is not None else "no interval"
     what = f"one slot instead of two, {cell.config.get(STREAMS)} streams"
     where = f"{cell.model}, {cell.batch_size} × {cell.seq_len} tokens, {cell.machine}"
-    return f"Without double buffering ({what}) throughput changes by {percent(gap.value)} ({ends}; {where}); {said}."
+    rest = [one for one in found[1:] if one.cell.config.get(STREAMS) == cell.config.get(STREAMS)]
+    others = "".join(f"; another pair {percent(one.estimate.value)} ({_basis(one)}, {place_of(one.cell)})" for one in rest)
+    change = f"throughput changes by {percent(gap.value)} ({ends}, {_basis(found[0])}; {where}){others}"
+    return f"Without double buffering ({what}) {change}; {said}."
+
+
+def _basis(found: Change) -> str:
+    """What a change rests on: windows, rounds, and the file that holds them."""
+    rounds = f" in {found.num_rounds} rounds" if found.num_rounds > 1 else ""
+    return f"{found.num_windows} windows of each{rounds}{f', {found.file}' if found.file else ''}"
 
 
 def value_text(claim: Claim) -> str:
@@ -181,15 +208,15 @@ def value_text(claim: Claim) -> str:
 
 def table(frame: pd.DataFrame, study: str | None = None) -> Sheet:
     """Every claim (of one study) beside what was measured; flags and conventions as caveats below."""
-    cells, told = cells_in(frame), [one for one in claims() if study in (None, one.study)]
+    cells, told = cells_in(load.latest(frame)), [one for one in claims() if study in (None, one.study)]
     title = ["study", "system", "setting", "hardware", "paper", "unit", "formula", "trust", "measured here", "source"]
-    body, groups = [], studies(frame)
+    body = []
     for one in told:
-        change = setting_change(groups, one.setting) if one.metric == "change" else None
+        changes = setting_changes(frame, one.setting)[:1] if one.metric == "change" else []
         ratio = ratio_text(one, frame) if one.metric == "ratio" else ""
-        here = ratio or (change_text(change.estimate) if change else measured_text(one, cells))
+        here = ratio or "".join(map(change_text, changes)) or measured_text(one, cells)
         shape = f"{one.model}{f', {one.setting}' if one.setting else ''}{f', T {one.seq_len}' if one.study == 'context' else ''}"
-        source = one.source.removeprefix("arXiv 2604.05091 ").strip("()")
+        source = re.sub(r"^\((.*)\)$", r"\1", one.source.removeprefix("arXiv 2604.05091 "))
         unit = {"device_gb": "GB", "tokens_per_s": "tokens/s", "step_s": "s", "tflops": "TFLOPS", "percent": "%", "ratio": "×"}
         row = [one.study.replace("_", " "), style.name_of(one.system), shape, one.hardware, value_text(one)]
         body.append([*row, unit.get(one.metric, one.metric), one.formula or "—", one.trust, here or "—", source])
@@ -198,3 +225,16 @@ def table(frame: pd.DataFrame, study: str | None = None) -> Sheet:
     notes = [f"Measured on {machines}, with 95% intervals, {formula}; batches are not the paper's."]
     notes += [f"† {one.system} {one.model} {one.setting or one.seq_len or ''}: {one.flag}." for one in told if one.flag]
     return Sheet(cells=[title, *body], align="llllrlllll", notes=list(dict.fromkeys(notes)))
+
+
+def latex(sheet: Sheet) -> str:
+    """The table over as many pages as it takes, its title again on each, its notes as last rows."""
+    _, top, title, below, *body, _ = tables.as_latex(sheet).replace("\\footnotesize", "\\scriptsize").splitlines()
+    sides = {"l": "\\raggedright", "r": "\\raggedleft"}
+    columns = [
+        f">{{{sides[side]}\\arraybackslash}}p{{{width}\\linewidth}}" for side, width in zip(sheet.align, WIDTHS, strict=True)
+    ]
+    lines = ["% \\usepackage{array,booktabs,longtable}", "{\\scriptsize\\setlength{\\tabcolsep}{2pt}"]
+    lines += ["\\begin{longtable}{@{}", *[f"  {column}" for column in columns], "@{}}", top, title, below, "\\endhead"]
+    lines += ["\\bottomrule", "\\endfoot", "\\endlastfoot", *body, "\\end{longtable}}"]
+    return "\n".join(lines) + "\n"

@@ -18,14 +18,14 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from analysis import load, paper, studies, style, tables
+from analysis import load, machines, paper, studies, style, tables
 from analysis.compare import compare, sentence
 from analysis.figures import ablation, quickstart, throughput, timeline
 from analysis.studies import Study
@@ -60,7 +60,8 @@ class Section:
     @property
     def sheet(self) -> tables.Sheet:
         """Its table."""
-        return tables.sheet(compare(self.frame)) if self.study is None else tables.study_sheet(self.study)
+        table = tables.sheet(compare(self.frame)) if self.study is None else tables.study_sheet(self.study)
+        return replace(table, notes=[*table.notes, *machines.notes(self.frame)])
 
     @property
     def sentence(self) -> str:
@@ -89,9 +90,8 @@ def sections(frame: pd.DataFrame) -> list[Section]:
 
 
 def parted(frame: pd.DataFrame) -> list[Section]:
-    """`sections` of each JSONL file by itself, for two files are two runs and no ratio spans them; of all W&B runs together."""
-    files = frame["source"].where(frame["source"].str.endswith(".jsonl"), "")
-    return [part for _, rows in frame.groupby(files, sort=False) for part in sections(load.latest(rows))]
+    """`sections` of each JSONL file by itself, of all W&B runs together (`load.by_file`)."""
+    return [part for rows in load.by_file(frame) for part in sections(rows)]
 
 
 def markdown(section: Section, image: str | None = None) -> str:

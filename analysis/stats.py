@@ -17,6 +17,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+Run = tuple[float, Sequence[float]]
+"""Tokens/s of one repeat, and the seconds a step of its windows."""
 LEVEL = 0.95
 MIN_SAMPLES = 3
 """Fewer windows, or repeats, give no interval: with two, t has one degree of freedom and the interval says nothing."""
@@ -75,11 +77,14 @@ def throughput(tokens_per_s: float | None, *repeats: Sequence[float]) -> Estimat
     if num_samples < MIN_SAMPLES:
         return Estimate(value=tokens_per_s, num_samples=num_samples)
     logs = [[math.log(second) for second in repeat] for repeat in repeats]
-    squared = _hierarchical(logs) if len(logs) > 1 else statistics.variance(logs[0]) / num_samples
+    if len(logs) == 1:
+        squared = statistics.variance(logs[0]) / num_samples
+    else:
+        squared = _hierarchical(list(map(statistics.fmean, logs)), list(map(_squared_error, logs)))
     return _around(tokens_per_s, math.sqrt(squared), num_samples - 1, num_samples)
 
 
-def pooled(repeats: Sequence[tuple[float, Sequence[float]]]) -> Estimate | None:
+def pooled(repeats: Sequence[Run]) -> Estimate | None:
     """Tokens/s of one configuration from the (tokens/s, windows) of its repeats: all tokens over all seconds; None without any.
 
     Repeats train on the same batches, so that is the harmonic mean of their tokens/s.
@@ -106,6 +111,27 @@ def quotient(first: Estimate | None, second: Estimate | None) -> Estimate | None
     return _around(value, math.sqrt(sum(errors)), degrees, num_samples)
 
 
+def paired(rounds: Sequence[tuple[Run, Run]]) -> Estimate | None:
+    """How many times as fast the first of every pair is as the second, over rounds that measured both; None without any.
+
+    Of one round it is the `quotient`. Rounds are the samples where there are several: what a round met, it did to both.
+    """
+    if not rounds:
+        return None
+    first, second = (pooled(side) for side in zip(*rounds, strict=True))
+    if len(rounds) == 1:
+        return quotient(first, second)
+    assert first is not None
+    assert second is not None
+    value = first.value / second.value
+    if len(rounds) < MIN_SAMPLES:
+        return Estimate(value=value, num_samples=len(rounds))
+    logs = [[[math.log(second) for second in windows] for _, windows in both] for both in rounds]
+    gaps = [statistics.fmean(one) - statistics.fmean(other) for one, other in logs]
+    squared = _hierarchical(gaps, [_squared_error(one) + _squared_error(other) for one, other in logs])
+    return _around(value, math.sqrt(squared), len(rounds) - 1, len(rounds))
+
+
 def ratio(
     tokens_per_s: float | None, step_s: Sequence[float], over_tokens_per_s: float | None, over_step_s: Sequence[float]
 ) -> Estimate | None:
@@ -113,16 +139,19 @@ def ratio(
     return quotient(throughput(tokens_per_s, step_s), throughput(over_tokens_per_s, over_step_s))
 
 
-def _hierarchical(logs: Sequence[Sequence[float]]) -> float:
+def _hierarchical(means: Sequence[float], squared_errors: Sequence[float]) -> float:
     """Squared standard error of the mean over repeats of their windows' means: the two-stage bootstrap's variance.
 
     One draw takes a repeat (variance of the repeats' means) and the mean of as many of its windows as it has, with
-    replacement (variance of the windows over their number); n draws are averaged. Times n / (n - 1), as for any bootstrap of n
+    replacement (`_squared_error`); n draws are averaged. Times n / (n - 1), as for any bootstrap of n
     samples, or few repeats would look alike. Windows count twice, for the means vary with them too: on the safe side.
     """
-    between = statistics.pvariance([statistics.fmean(windows) for windows in logs])
-    within = statistics.fmean(statistics.pvariance(windows) / len(windows) for windows in logs)
-    return (between + within) / (len(logs) - 1)
+    return (statistics.pvariance(means) + statistics.fmean(squared_errors)) / (len(means) - 1)
+
+
+def _squared_error(windows: Sequence[float]) -> float:
+    """Variance of the mean of as many of these as there are, drawn with replacement."""
+    return statistics.pvariance(windows) / len(windows)
 
 
 def _around(value: float, error: float, degrees: int, num_samples: int) -> Estimate:

@@ -241,14 +241,17 @@ def cross(axes: Axes, x: float, y: float, **more: Any) -> None:
     axes.plot(x, y, **{"marker": "x", "color": ALARM, "markersize": 4, "clip_on": False, "linestyle": "", "zorder": 5, **more})
 
 
-def crossed(axes: Axes, x: float, share: float, looks: dict[str, Any], status: str) -> None:
-    """A point of a line that was not measured: its marker at this share of the axes' height, a cross by its status beside it."""
+def crossed(axes: Axes, x: float, share: float, looks: dict[str, Any], status: str, shift_pt: float = 0.0, **more: Any) -> None:
+    """A point of a line that was not measured: its marker at this share of the axes' height, a cross by its status beside it.
+
+    shift_pt: how far to the right of its place, where several have the same. more: of the cross.
+    """
     drawn_on = axes.get_figure(root=True)
     assert drawn_on is not None
-    low = axes.get_xaxis_transform()
+    low = axes.get_xaxis_transform() + ScaledTranslation(shift_pt / 72, 0, drawn_on.dpi_scale_trans)
     axes.plot(x, share, transform=low, **(looks | {"linestyle": ""}))
     beside = low + ScaledTranslation(5 / 72, 0, drawn_on.dpi_scale_trans)
-    cross(axes, x, share, transform=beside, marker=CROSSES.get(status, "1"))
+    cross(axes, x, share, transform=beside, marker=CROSSES.get(status, "1"), **more)
 
 
 def whisker(axes: Axes, x: float, y: float, **ends: Any) -> None:

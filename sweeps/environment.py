@@ -6,6 +6,7 @@ cell's way; what cannot be read is None.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -24,6 +25,8 @@ from sweeps.memory import host_bytes, nvml_device
 PACKAGES = ("torch", "transformers", "deepspeed", "hydra-core", "wandb", "numpy")
 ROOT = Path(__file__).resolve().parent.parent
 """The checkout."""
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""Random, made anew by the kernel at every start."""
 
 
 def cell_variables(omp_num_threads: int = 0) -> dict[str, str]:
@@ -64,6 +67,14 @@ def gpu() -> dict[str, Any]:
     }
 
 
+def boot() -> str | None:
+    """Eight hex digits that two rows share if one machine wrote both without a restart; a digest, so it names no host."""
+    try:
+        return hashlib.sha256(BOOT_ID.read_text().strip().encode()).hexdigest()[:8]
+    except OSError:
+        return None
+
+
 def machine(overrides: Machine, matrix_peak_tflops: float | None) -> dict[str, Any]:
     """The `machine` field of a row; a CPU cell names no GPU, whatever the machine holds."""
     card: dict[str, Any] = gpu() if overrides.device == "cuda" else {"gpu": None, "num_gpus": 0, "device_bytes": None}
@@ -74,6 +85,7 @@ def machine(overrides: Machine, matrix_peak_tflops: float | None) -> dict[str, A
         "cpu": cpu_model(),
         "num_cores": len(os.sched_getaffinity(0)),
         "host_bytes": overrides.host_bytes or host_bytes(),
+        "boot": boot(),
         "matrix_peak_tflops": matrix_peak_tflops,
         "datasheet_tflops": datasheet_tflops(card["gpu"]),
     }

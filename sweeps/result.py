@@ -96,7 +96,8 @@ class Row:
     and placement (numbers of blocks and layers)."""
     counters: dict[str, float] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
-    """gpu, num_gpus, device_bytes, cpu, num_cores, host_bytes, matrix_peak_tflops, datasheet_tflops."""
+    """gpu, num_gpus, device_bytes, cpu, num_cores, host_bytes, boot, matrix_peak_tflops, datasheet_tflops. boot: eight hex digits,
+    the same in rows of one machine between two of its starts; None where unreadable, not there in older rows."""
     versions: dict[str, str] = field(default_factory=dict)
     git_commit: str | None = None
     started_at: str = ""
@@ -122,10 +123,6 @@ def _strict(value: Any) -> Any:
     if isinstance(value, list):
         return [_strict(item) for item in value]
     return value
-
-
-def _loose(value: Any) -> Any:
-    return [float(item) for item in value] if isinstance(value, list) else value
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -162,6 +159,10 @@ def host_split(plan: Mapping[str, Any], peak_host_bytes: int | None, *, on_gpu: 
     return split | {"other": peak_host_bytes - sum(split.values())}
 
 
+NUMBERS = tuple(item.name for item in dataclasses.fields(Row) if item.type in ("int", "int | None", "float | None"))
+"""Fields of a row that are one number."""
+
+
 def _row(record: Any, where: str) -> Row:
     remedy = "re-run the cell or read it with the version that wrote it"
     if not isinstance(record, dict) or record.get("schema_version") != SCHEMA_VERSION:
@@ -171,7 +172,13 @@ def _row(record: Any, where: str) -> Row:
     if unknown or record.get("status") not in STATUSES:
         found = f"the field {unknown[0]!r}" if unknown else f"status {record.get('status')!r}"
         raise ValueError(f"{where} has {found}, allowed what this version knows; {remedy}")
-    return Row(**record | {name: _loose(record.get(name, [])) for name in HISTORY})
+    single = [(key, record[key]) for key in NUMBERS if record.get(key) is not None]
+    for name, value in [*single, *((key, item) for key in HISTORY for item in record.get(key, []))]:
+        try:
+            float(value)  # of text too: strict JSON has no other NaN
+        except (TypeError, ValueError):
+            raise ValueError(f"{where} has {name} {value!r}, allowed a number; {remedy}") from None
+    return Row(**record | {name: [float(value) for value in record.get(name, [])] for name in HISTORY})
 
 
 def history(row: Row) -> Iterator[tuple[int, dict[str, float]]]:

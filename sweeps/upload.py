@@ -103,7 +103,8 @@ def rows_in(path: Path, cell: str) -> list[tuple[Path, int, Row]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Upload, and print the folder of each run; 2 and one line where the command line, the rows or W&B are at fault."""
+    """Upload, and print the folder of each run; 2 and one line where the command line, the rows or W&B are at fault, 1 where
+    nobody reads on."""
     os.environ["WANDB_SILENT"] = "true"
     try:
         path, options = parse(sys.argv[1:] if arguments is None else arguments)
@@ -115,11 +116,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     for file, position, row in items:
         try:
-            print(upload(row, file, position, options["mode"], options["project"]), flush=True)
+            folder = upload(row, file, position, options["mode"], options["project"])
         except Error as error:
             told = " ".join(str(error).split())
             print(f"upload: mode={options['mode']}: W&B said {told}; upload offline and `wandb sync` later", file=sys.stderr)
             return 2
+        try:
+            print(folder, flush=True)
+        except BrokenPipeError:  # the reader (head, less) has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
     return 0
 
 

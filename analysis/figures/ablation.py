@@ -17,8 +17,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from analysis import style
+from analysis import machines, style
 from analysis.cells import Cell, change, named, percent, variants, worded
+from analysis.figures import layout
 from analysis.studies import Study, rung_name, study_of
 
 HEAT = LinearSegmentedColormap.from_list("loss", ["#f2f6fb", "#8cb4e0", "#1f5fa8", "#12305a"])
@@ -36,7 +37,7 @@ def figure(frame: pd.DataFrame) -> Figure:
     drawings = {"grid": heat_map, "ladder": ladder, "factor": bars}
     if study.kind not in drawings:
         raise ValueError(f"{study.name}: a {study.kind}, no ablation: nothing differs but systems or sizes; vary a field of system")
-    return drawings[study.kind](study)
+    return layout.noted(drawings[study.kind](study), machines.notes(frame))
 
 
 def heat_map(study: Study) -> Figure:

@@ -1,14 +1,13 @@
 """The paper's throughput, ablation, context and depth redone: what it says, hollow and dotted, beside what was measured, filled.
 
 Invariant: a pure function of the claims (analysis/paper.csv) and the frame. Hardware differs and is named on both sides; a flagged
-claim carries a dagger; what ran out of memory is crossed; a panel without measurements says so.
+claim carries a dagger; what ran out of memory is crossed; a line never spans two machines; a panel without measurements says so.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,130 +15,172 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.patheffects import withStroke
 
-from analysis import style
+from analysis import load, style
 from analysis.cells import Cell, percent, variants
-from analysis.effects import Change, setting_change
-from analysis.paper import ATTENTION, Claim, cells_for, cells_in, claims, tflops
-from analysis.studies import Study, studies
+from analysis.effects import Change, setting_changes
+from analysis.figures import layout
+from analysis.paper import ATTENTION, Claim, cells_for, cells_in, claims, place_of, tflops
 
 SIZES = {"3B": 3.0, "7B": 7.6, "14B": 14.8, "32B": 32.8}
 """Where a size of the paper stands on the axis, 10⁹ parameters."""
+HALO = withStroke(linewidth=1.5, foreground="white")
 MARGIN = 1.35
 """Room beside the first and the last point of a logarithmic axis."""
 
 
 def figure(frame: pd.DataFrame) -> Figure:
     """Four panels over the page's width."""
-    told, cells, groups = claims(), cells_in(frame), studies(frame)
+    told, cells = claims(), cells_in(load.latest(frame))
     lines = [one for one in told if one.metric == "tflops"]
+    headline, context, depth = ([one for one in lines if one.study == study] for study in ("headline", "context", "depth"))
+    headline = [one for one in headline if one.model in SIZES]
+    machines = dict.fromkeys(cell.machine for one in (*headline, *context, *depth) for cell in cells_for(one, cells))
+    marks = {machine: chr(ord("a") + number) if len(machines) > 1 else "" for number, machine in enumerate(machines)}
     with style.context():
         drawn = style.new_figure(style.PAGE_IN, 5.0)
         panels = drawn.subplots(2, 2)
-        headline = [one for one in lines if one.study == "headline" and one.model in SIZES]
-        line_panel(panels[0, 0], headline, cells, lambda one: SIZES[one.model], "6P")
+        line_panel(panels[0, 0], headline, cells, lambda one: SIZES[one.model], "6P", marks)
         _name(panels[0, 0], "Model size, T = 1024", "parameters (10⁹)", "TFLOPS (6P)")
-        ablation_panel(panels[0, 1], [one for one in told if one.study == "ablation" and one.metric == "change"], groups)
-        context = [one for one in lines if one.study == "context"]
-        line_panel(panels[1, 0], context, cells, lambda one: float(one.seq_len or 0), ATTENTION)
+        ablation_panel(panels[0, 1], [one for one in told if one.study == "ablation" and one.metric == "change"], frame)
+        line_panel(panels[1, 0], context, cells, lambda one: float(one.seq_len or 0), ATTENTION, marks)
         _name(panels[1, 0], "Context, 7B", "tokens a sequence", f"TFLOPS ({ATTENTION})")
-        depth = [one for one in lines if one.study == "depth"]
-        line_panel(panels[1, 1], depth, cells, lambda one: float(one.num_layers or 0), "6P")
+        line_panel(panels[1, 1], depth, cells, lambda one: float(one.num_layers or 0), "6P", marks)
         _name(panels[1, 1], "Depth, hidden 3584, T = 1024", "layers", "TFLOPS (6P)")
         drawn.legend(handles=_legend(panels.flat), loc="outside lower center", ncols=5, columnspacing=1.0)
-        machines = "; ".join(dict.fromkeys(one.machine for one in cells if one.standing.measured)) or "nothing yet"
-        lines_told = f"hollow, dotted: the paper, {headline[0].hardware}; filled: measured, {machines}"
-        lines_told += (
-            "\n† flagged in paper.csv; formulas are those of the measured points, the paper's is not stated or fits in part"
-        )
-        drawn.suptitle(lines_told, x=0.005, ha="left", fontsize=6.5, color=style.MUTED)
+        here = "; ".join(f"({mark}) {machine}" if mark else machine for machine, mark in marks.items())
+        lines_told = [
+            f"hollow, dotted: the paper, {headline[0].hardware}; filled: measured, with 95% intervals",
+            f"measured on {here}" if here else "nothing measured yet",
+            "† flagged in paper.csv; formulas are those of the measured points, the paper's is not stated or fits in part",
+        ]
+        wrapped = "\n".join(layout.wrapped(line, style.PAGE_IN) for line in lines_told)
+        drawn.suptitle(wrapped, x=0.005, ha="left", fontsize=6.5, color=style.MUTED)
     return drawn
 
 
-def line_panel(axes: Axes, told: Sequence[Claim], cells: list[Cell], place: Callable[[Claim], float], formula: str) -> None:
-    """Claims of each system over `place`, and what was measured for the same places, in TFLOPS under `formula`."""
-    mine: dict[tuple[str, str | None], dict[float, Cell]] = {}
+def line_panel(
+    axes: Axes,
+    told: Sequence[Claim],
+    cells: list[Cell],
+    place: Callable[[Claim], float],
+    formula: str,
+    marks: dict[str, str],
+) -> None:
+    """Claims of each system over `place`, and what was measured for the same places, in TFLOPS under `formula`.
+
+    A line is one system and preset on one machine; its last point and what had no room carry the machine's mark.
+    """
+    mine: dict[tuple[str, str | None, str], dict[float, Cell]] = {}
     for one in told:
         for cell in cells_for(one, cells):
-            mine.setdefault((cell.standing.system, cell.preset), {})[place(one)] = cell
-    missing = 0
+            mine.setdefault((cell.standing.system, cell.preset, cell.machine), {})[place(one)] = cell
+    crosses = _Crosses(axes)
     for system in dict.fromkeys(one.system for one in told):
-        said = [one for one in told if one.system == system]
-        _claims(axes, system, said, place, 0.04 + 0.06 * missing)
-        missing += any(one.oom for one in said)
+        _claims(axes, system, [one for one in told if one.system == system], place, crosses)
     looks = variants(cells)
-    for (system, preset), points in mine.items():
-        seen = {at: cell for at, cell in points.items() if cell.standing.measured}
-        label = f"{style.name_of(system)} {preset or ''}".strip()
-        if seen:
-            heights = [tflops(cell, formula) for cell in seen.values()]
-            axes.plot(list(seen), heights, label=label, **(style.curve(system, looks[system, preset]) | {"markersize": 3.8}))
+    for (system, preset, machine), points in mine.items():
+        look = style.curve(system, looks[system, preset]) | {"markersize": 3.8}
+        look["label"] = f"{style.name_of(system)} {preset or ''}".strip()
+        _measured(axes, {at: cell for at, cell in points.items() if cell.standing.measured}, formula, look, marks[machine])
+        for at, cell in points.items():
+            if not cell.standing.measured:
+                status = cell.standing.status
+                crosses.add(look["label"], at, look, status, f"{cell.standing.status_label} here", marks[machine])
     places = sorted({place(one) for one in told})
-    axes.set_xscale("log", base=2)
-    axes.set_xlim(places[0] / MARGIN, places[-1] * MARGIN)
-    axes.xaxis.set_major_locator(FixedLocator(places))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(_ticks(places))
+    layout.log2_axis(axes, places, _tick, style.PAGE_IN / 2 - 0.8, MARGIN)
     axes.set_ylim(0, 1.15 * axes.dataLim.ymax)
     if not any(cell.standing.measured for points in mine.values() for cell in points.values()):
-        place_of_words: Any = {"transform": axes.transAxes, "ha": "right", "va": "top"}
-        axes.text(0.98, 0.98, "not measured here yet", fontsize=6.5, color=style.MUTED, **place_of_words)
+        place_of_words: Any = {"transform": axes.transAxes, "ha": "left", "va": "top"}
+        axes.text(0.02, 0.98, "not measured here yet", fontsize=6.5, color=style.MUTED, **place_of_words)
     style.value_grid(axes, "y")
 
 
-def _ticks(places: Sequence[float]) -> FuncFormatter:
-    """Names of the places, in K where they are multiples of 1024; of places too close together only the last."""
-    apart = math.log2(places[-1] / places[0] * MARGIN**2) / 8
-    close = {one for one, after in itertools.pairwise(places) if math.log2(after / one) < apart}
-    return FuncFormatter(lambda value, _: "" if value in close else f"{value:g}" if value % 1024 else f"{value / 1024:.0f}K")
+def _tick(value: float) -> str:
+    """A place's name, in K where it is a multiple of 1024."""
+    return f"{value:g}" if value % 1024 else f"{value / 1024:.0f}K"
 
 
-def _claims(axes: Axes, system: str, said: Sequence[Claim], place: Callable[[Claim], float], crossed_at: float) -> None:
-    looks = style.claimed_point(system) | {"markersize": 3.8}
+class _Crosses:
+    """What ran out of memory in one panel: a row for each system and preset, in it one beside the other at a place."""
+
+    def __init__(self, axes: Axes) -> None:
+        self.axes = axes
+        self.rows: dict[str, int] = {}
+        self.taken: Counter[tuple[str, float]] = Counter()
+
+    def add(self, name: str, at: float, look: dict[str, Any], status: str, meaning: str, mark: str = "") -> None:
+        share = 0.04 + 0.06 * self.rows.setdefault(name, len(self.rows))
+        shift_pt = -16.0 * self.taken[name, at]
+        self.taken[name, at] += 1
+        style.crossed(self.axes, at, share, look, status=status, shift_pt=shift_pt, label=meaning)
+        if mark:
+            _mark(self.axes, mark, (at, share), shift_pt - 4, "right", xycoords=self.axes.get_xaxis_transform())
+
+
+def _mark(axes: Axes, mark: str, at: tuple[float, float], right_pt: float, side: str, **more: Any) -> None:
+    place: Any = {"textcoords": "offset points", "ha": side, "va": "center", **more}
+    axes.annotate(mark, at, (right_pt, 0), fontsize=6, color=style.MUTED, path_effects=[HALO], **place)
+
+
+def _measured(axes: Axes, points: dict[float, Cell], formula: str, look: dict[str, Any], mark: str) -> None:
+    """One line through measured points, their intervals, and the machine's mark at its end."""
+    if not points:
+        return
+    heights = {at: tflops(cell, formula) for at, cell in points.items()}
+    axes.plot(list(heights), list(heights.values()), **look)
+    for at, cell in points.items():
+        speed = cell.standing.speed
+        if speed is not None and speed.lo is not None and speed.hi is not None:
+            unit = heights[at] / speed.value
+            ends = [[unit * (speed.value - speed.lo)], [unit * (speed.hi - speed.value)]]
+            axes.errorbar(at, heights[at], yerr=ends, color=style.INK, elinewidth=0.7, capthick=0.7, capsize=2.6, zorder=1.5)
+    if mark:
+        _mark(axes, mark, max(heights.items()), 5, "left")
+
+
+def _claims(axes: Axes, system: str, said: Sequence[Claim], place: Callable[[Claim], float], crosses: _Crosses) -> None:
+    look = style.claimed_point(system) | {"markersize": 3.8, "label": f"the paper's {style.name_of(system)}"}
     known = [one for one in said if one.value is not None]
     if known:
-        name = f"the paper's {style.name_of(system)}"
-        axes.plot([place(one) for one in known], [one.value or 0.0 for one in known], label=name, **looks)
+        axes.plot([place(one) for one in known], [one.value or 0.0 for one in known], **look)
     for one in known:
         if one.flag:
             axes.annotate("†", (place(one), one.value or 0.0), (0, 3), textcoords="offset points", ha="center", fontsize=6.5)
     for one in said:
         if one.oom:
-            style.crossed(
-                axes, place(one), crossed_at, looks | {"label": f"the paper's {style.name_of(system)}"}, status="oom_device"
-            )
+            crosses.add(style.name_of(system), place(one), look, "oom_device", "OOM in the paper")
 
 
-def ablation_panel(axes: Axes, told: Sequence[Claim], groups: Sequence[Study]) -> None:
+def ablation_panel(axes: Axes, told: Sequence[Claim], frame: pd.DataFrame) -> None:
     """Change of throughput when one part is taken away: the paper's above, ours below with its interval."""
     for position, one in enumerate(told):
         assert one.value is not None
         axes.barh(position - 0.2, 100 * one.value, height=0.34, label=f"{one.setting}, paper", **style.claimed_bar("megatrain"))
         flag = "†" if one.flag else ""
         _end(axes, 100 * one.value, position - 0.2, f"{percent(one.value)}{flag}")
-        found = setting_change(groups, one.setting)
-        _measured_bar(axes, position + 0.2, one.setting, found)
+        _measured_bar(axes, position + 0.2, one.setting, setting_changes(frame, one.setting)[:1])
     axes.axvline(0, color=style.INK, linewidth=0.6)
     axes.set_yticks(range(len(told)), ["\n".join(textwrap.wrap(one.setting, 16)) for one in told])
     axes.set_ylim(len(told) - 0.45, -0.55)
     low, high = axes.dataLim.intervalx
-    axes.set_xlim(min(1.8 * low, -10), max(2.0, 1.3 * high))
+    axes.set_xlim(min(2.4 * low, -10), max(2.0, 1.3 * high))  # beside the longest bar stands what was measured where
     axes.tick_params(axis="y", length=0)
     axes.set_title("Ablation (the paper's: 14B)")
     axes.set_xlabel("change of throughput, %")
     style.value_grid(axes, "x")
 
 
-def _measured_bar(axes: Axes, position: float, setting: str, found: Change | None) -> None:
-    if found is None:
+def _measured_bar(axes: Axes, position: float, setting: str, found: Sequence[Change]) -> None:
+    if not found:
         _end(axes, 0.0, position, "not measured here", color=style.MUTED)
         return
-    gap = found.estimate
-    axes.barh(position, 100 * gap.value, height=0.34, label=f"{setting}, {found.cell.model}", **style.bar("megatrain"))
+    gap, cell = found[0].estimate, found[0].cell
+    axes.barh(position, 100 * gap.value, height=0.34, label=f"{setting}, {cell.model}", **style.bar("megatrain"))
     if gap.lo is not None and gap.hi is not None:
         style.whisker(axes, 100 * gap.value, position, xerr=[[100 * (gap.value - gap.lo)], [100 * (gap.hi - gap.value)]])
-    _end(axes, 100 * min(gap.value, gap.lo or 0.0), position, f"{found.cell.model} {percent(gap.value)}")
+    _end(axes, 100 * min(gap.value, gap.lo or 0.0), position, f"{place_of(cell)}: {percent(gap.value)}")
 
 
 def _end(axes: Axes, x: float, y: float, text: str, color: str = style.INK) -> None:
@@ -154,12 +195,12 @@ def _name(axes: Axes, title: str, x: str, y: str) -> None:
 
 
 def _legend(panels: Sequence[Axes]) -> list[Line2D]:
-    """One handle for each line, and one for what ran out of memory."""
+    """One handle for each line, and one for each way to have no number."""
     found: dict[str, Line2D] = {}
-    for axes in panels:
-        for line in axes.get_lines():
-            label = str(line.get_label())
-            if not label.startswith("_"):
-                found.setdefault(label, line)
-    crossed = Line2D([], [], color=style.ALARM, marker="x", markersize=4, linestyle="", label="OOM in the paper")
-    return [*found.values(), crossed]
+    seen = [line for axes in panels for line in axes.get_lines()]
+    for line in sorted(seen, key=lambda line: line.get_linestyle() == "None"):  # a line before a lone marker of its name
+        label = str(line.get_label())
+        if not label.startswith("_"):
+            found.setdefault(label, line)
+    order = {str(line.get_label()): place for place, line in reversed(list(enumerate(seen)))}
+    return sorted(found.values(), key=lambda line: (line.get_color() == style.ALARM, order[str(line.get_label())]))

@@ -20,8 +20,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
-from analysis import style
+from analysis import machines, style
 from analysis.compare import Comparison, Standing, compare
+from analysis.figures import layout
 from analysis.scales import params_text
 from analysis.stats import Estimate
 from analysis.style import look
@@ -49,6 +50,7 @@ def figure(frame: pd.DataFrame) -> Figure:
             loss.tick_params(labelbottom=False)
             loss.set_xlabel("")
         drawn.suptitle(f"{heading(frame)}, {frame.iloc[0]['machine_name']}", x=0.005, ha="left", fontsize=7, color=style.MUTED)
+        layout.noted(drawn, machines.notes(frame))
         place_legend(loss)
     return drawn
 

@@ -1,12 +1,12 @@
 """Speed against model size, batch and context: a line for each system and preset, on one machine.
 
-Invariant: a pure function of the frame. A panel varies one thing and holds the others; predictions are hollow and dashed, and a
-cell with neither measurement nor prediction stands on the axis, its marker crossed, the cross's meaning in the legend.
+Invariant: a pure function of the frame. A panel varies one thing and holds the others; a line joins points of one study;
+predictions are hollow and dashed, and a cell with neither measurement nor prediction stands on the axis, its marker crossed, the
+cross's meaning in the legend.
 """
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,20 +14,26 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from analysis import style
+from analysis import machines, style
 from analysis.cells import Cell, Family, cell_of, stands_for, variants
+from analysis.figures import layout
 from analysis.scales import SCALES, Held, Scale
 from analysis.studies import study_of, unablated
+
+BESIDE_IN = 0.7
+"""What stands beside the axis of a panel: its label and ticks, and the space to the next one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """The points of one system and preset in a panel, by what the panel varies."""
+    """The points of one system and preset in a panel, by what the panel varies: of one study, or the lone ones of all others."""
 
     label: str
     system: str
+    study: str
+    """Empty for lone points, which nothing joins."""
     variant: int
     points: dict[int, Cell]
 
@@ -37,9 +43,9 @@ def figure(frame: pd.DataFrame, only: str | None = None) -> Figure:
 
     ValueError where nothing varies, and for rows of several machines.
     """
-    machines = sorted(set(frame["machine_name"]))
-    if len(machines) != 1:
-        raise ValueError(f"rows of {len(machines)} machines ({'; '.join(machines)}): a line never spans two; pick one")
+    kinds = sorted(set(frame["machine_name"]))
+    if len(kinds) != 1:
+        raise ValueError(f"rows of {len(kinds)} machines ({'; '.join(kinds)}): a line never spans two; pick one")
     rows = unablated(frame).sort_values("started_at", kind="stable")
     cells = [cell_of(record) for record in rows.to_dict("records")]
     panels = {name: found for name in ([only] if only else SCALES) if (found := panel_cells(cells, SCALES[name]))}
@@ -49,9 +55,9 @@ def figure(frame: pd.DataFrame, only: str | None = None) -> Figure:
         width = style.COLUMN_IN if len(panels) == 1 else style.PAGE_IN
         drawn = style.new_figure(width, 3.0 if len(panels) == 1 else 2.7)
         _panels(drawn, [(SCALES[name], mine) for name, mine in panels.items()], variants(cells))
-        told = f"{machines[0]} (the fastest row of each system at each place; hosts of a kind differ)"
-        drawn.suptitle(told, x=0.01, ha="left", fontsize=6.5, color=style.MUTED)
-    return drawn
+        told = f"{kinds[0]} (the fastest row of each system at a place; lines join one study)"
+        drawn.suptitle(layout.wrapped(told, width), x=0.01, ha="left", fontsize=6.5, color=style.MUTED)
+    return layout.noted(drawn, machines.notes(rows))
 
 
 def study_figure(frame: pd.DataFrame) -> Figure:
@@ -66,23 +72,18 @@ def study_figure(frame: pd.DataFrame) -> Figure:
         _panels(drawn, [(study.scale, study.cells)], variants(study.cells))
         told = "\n".join(part for part in (study.subject, study.machine) if part)
         drawn.suptitle(told, x=0.01, ha="left", fontsize=6.5, color=style.MUTED)
-    return drawn
+    return layout.noted(drawn, machines.notes(frame))
 
 
 def _panels(drawn: Figure, panels: list[tuple[Scale, list[Cell]]], looks: dict[Family, int]) -> None:
     """The panels side by side, one legend below them all."""
     handles: dict[str, Line2D] = {}
     for axes, (scale, mine) in zip(drawn.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        for handle in panel(axes, mine, scale, looks):
+        for handle in panel(axes, mine, scale, looks, drawn.get_figwidth() / len(panels) - BESIDE_IN):
             handles.setdefault(str(handle.get_label()), handle)
     series_first = sorted(handles.values(), key=lambda handle: handle.get_color() in (style.ALARM, style.MUTED))
     columns = 2 if len(panels) == 1 else 5
     drawn.legend(handles=series_first, loc="outside lower center", ncols=columns, columnspacing=1.0)
-    drawn.draw_without_rendering()  # lays the panels out: only then is it known which words meet
-    for axes in drawn.axes:
-        boxes = [label.get_window_extent() for label in axes.get_xticklabels() if label.get_text()]
-        if any(one.padded(1).overlaps(other) for one, other in itertools.pairwise(boxes)):
-            axes.tick_params(axis="x", labelrotation=60)
 
 
 def varies(frame: pd.DataFrame) -> bool:
@@ -106,13 +107,20 @@ def panel_cells(cells: list[Cell], scale: Scale) -> list[Cell]:
 
 
 def series_of(cells: list[Cell], scale: Scale, looks: dict[Family, int]) -> list[Series]:
-    """Lines in the order of the style; where one was measured more than once at a place, the fastest measurement counts."""
-    found: dict[Family, Series] = {}
+    """Lines in the order of the style; where one was measured more than once at a place, the fastest measurement counts.
+
+    A study that has one place alone is no line: its points stand with those of the other such studies.
+    """
+    places: dict[tuple[Family, str], set[int | None]] = {}
+    for one in cells:
+        places.setdefault((one.family, one.experiment), set()).add(scale.value(one))
+    found: dict[tuple[Family, str], Series] = {}
     for one in cells:
         value = scale.value(one)
         assert value is not None
-        new = Series(label=one.family_name, system=one.standing.system, variant=looks[one.family], points={})
-        mine = found.setdefault(one.family, new)
+        study = one.experiment if len(places[one.family, one.experiment]) > 1 else ""
+        new = Series(label=one.family_name, system=one.standing.system, study=study, variant=looks[one.family], points={})
+        mine = found.setdefault((one.family, study), new)
         if stands_for(one, mine.points.get(value)):
             mine.points[value] = one
     order = list(style.SYSTEMS)
@@ -130,19 +138,15 @@ def height(cell: Cell, scale: Scale) -> tuple[float, float | None, float | None]
     return unit * drawn.value, ends[0], ends[1]
 
 
-def panel(axes: Axes, cells: list[Cell], scale: Scale, looks: dict[Family, int]) -> list[Line2D]:
-    """Draw one panel; the legend's handles."""
+def panel(axes: Axes, cells: list[Cell], scale: Scale, looks: dict[Family, int], width_in: float) -> list[Line2D]:
+    """Draw one panel whose axis is about this wide; the legend's handles."""
     lines = series_of(cells, scale, looks)
     top = max((max(found[2] or 0, found[0]) for one in cells if (found := height(one, scale))), default=1.0)
-    crossed = [one.label for one in lines if any(cell.drawn is None for cell in one.points.values())]
+    crossed = dict.fromkeys(one.label for one in lines if any(cell.drawn is None for cell in one.points.values()))
     rows = {label: 0.035 + 0.055 * place for place, label in enumerate(crossed)}
     handles = [_series(axes, one, scale, rows.get(one.label, 0.0)) for one in lines]
     values = sorted({value for one in lines for value in one.points})
-    axes.set_xscale("log", base=2)
-    axes.set_xlim(values[0] / 1.25, values[-1] * 1.25)
-    axes.xaxis.set_major_locator(FixedLocator(values))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: scale.tick(round(value))))
+    layout.log2_axis(axes, values, lambda value: scale.tick(round(value)), width_in, 1.25)
     axes.set_ylim(0, 1.18 * top)
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if top > 5 else f"{value:g}"))
@@ -175,15 +179,16 @@ def _series(axes: Axes, series: Series, scale: Scale, crossed_at: float) -> Line
         "markersize": 5.2 if series.variant else 3.8,
         "zorder": 2 if series.variant else 2.5,
     }
+    lone = {} if series.study else {"linestyle": ""}
     if measured:
-        axes.plot([value for value, _ in measured], [found[0] for _, found in measured], label=series.label, **looks)
+        axes.plot([value for value, _ in measured], [found[0] for _, found in measured], label=series.label, **(looks | lone))
     for value, (middle, lo, hi) in measured:
         if lo is not None and hi is not None:
             ends = [[middle - lo], [hi - middle]]
             axes.errorbar(value, middle, yerr=ends, color=style.INK, elinewidth=0.7, capthick=0.7, capsize=2.6, zorder=1.5)
     if guessed:
-        before = [(value, found[0]) for value, found in measured if value < guessed[0][0]][-1:]
-        predicted = style.predicted_point(series.system, series.variant)
+        before = [(value, found[0]) for value, found in measured if value < guessed[0][0]][-1:] if series.study else []
+        predicted = style.predicted_point(series.system, series.variant) | lone
         xs, ys = zip(*before, *guessed, strict=True)
         axes.plot(xs, ys, label=f"{series.label} predicted", markevery=slice(len(before), None), **predicted)
     for value, one in series.points.items():

@@ -18,17 +18,27 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 
 def rows() -> pd.DataFrame:
-    """The last row of every committed cell that was measured on a GPU."""
-    frame = load.latest(load.load(RESULTS))
+    """The last row of every committed cell of each file that was measured on a GPU."""
+    frame = load.load(RESULTS)
     return load.latest(frame[frame["gpu"].notna()])
 
 
 def comparisons() -> dict[str, pd.DataFrame]:
     """Comparisons of systems on a GPU, by the file that holds their rows: files of one study are runs of their own."""
+    return {name: part.frame for name, part in sections().items() if part.study is None}
+
+
+def studies() -> dict[str, report.Section]:
+    """Studies of one system on a GPU, by the file that holds their rows."""
+    return {name: part for name, part in sections().items() if part.study is not None}
+
+
+def sections() -> dict[str, report.Section]:
+    """All that the committed files hold, as `analysis.make` draws it: file by file, counted where one has several parts."""
     found = {}
     for file in sorted(RESULTS.glob("*.jsonl")):
-        frame = load.latest(load.load(file))
-        parts = [part.frame for part in report.sections(frame[frame["gpu"].notna()]) if part.study is None]
+        frame = load.load(file)
+        parts = report.parted(frame[frame["gpu"].notna()])
         found |= {f"{file.stem}{f' ({number})' if number > 1 else ''}": part for number, part in enumerate(parts, 1)}
     return found
 

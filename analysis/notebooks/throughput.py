@@ -10,18 +10,18 @@ measured, and the legend says why. TFLOPS are 6P: 6 x parameters x tokens/s, rec
 # %%
 from IPython.display import Markdown, display
 
-from analysis import tables
-from analysis.compare import compare, sentence
+from analysis import machines, tables
+from analysis.compare import compare, notes, sentence
 from analysis.figures import quickstart, throughput
 from analysis.notebooks import comparisons, rows, show
 
 frame = rows()
-machines = dict(tuple(frame.groupby("machine_name", sort=False)))
-for name, mine in machines.items():
+kinds = dict(tuple(frame.groupby("machine_name", sort=False)))
+for name, mine in kinds.items():
     print(f"{name}: {len(mine)} cells of {', '.join(sorted(set(mine['model'])))}")
 
 # %%
-for mine in machines.values():
+for mine in kinds.values():
     if throughput.varies(mine):
         display(show(throughput.figure(mine)))
 
@@ -33,6 +33,6 @@ Systems are ranked only within one run of a study: the same file, model, batch, 
 # %%
 for file, part in comparisons().items():
     comparison = compare(part)
-    if len(comparison.standings) > 1:
-        title = f"**{file}**: {quickstart.heading(part)}"
-        display(Markdown(f"{title}\n\n{tables.markdown(comparison)}\n{sentence(comparison)}"))
+    title = f"**{file}**: {quickstart.heading(part)}"
+    listed = "\n".join(f"- {note}" for note in [*notes(comparison), *machines.notes(part)])
+    display(Markdown(f"{title}\n\n{tables.markdown(comparison)}\n{sentence(comparison)}\n\n{listed}"))

@@ -185,7 +185,7 @@ def test_a_row_of_another_kind_of_machine_stands_for_nothing_here(tmp_path: Path
     JsonlSink(cell.rows_path).row(row)
     assert not study.stands(cell)
     assert not study.comparable(row, cell)
-    JsonlSink(cell.rows_path).row(dataclasses.replace(row, machine=here))
+    JsonlSink(cell.rows_path).row(dataclasses.replace(row, machine={**here, "boot": "of another"}))
     assert study.stands(cell)
 
 

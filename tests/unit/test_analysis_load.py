@@ -232,6 +232,24 @@ def test_latest_attempt_supersedes() -> None:
     assert list(kept["label"]) == ["MegaTrain", "ZeRO-3"]
 
 
+def test_a_cell_of_another_file_is_another_measurement(tmp_path: Path) -> None:
+    """The machine that measured it may have been another, and a study keeps the base that it was measured with."""
+    first = save(tmp_path / "a.jsonl", [row("zero3", status="timeout", reason="600 s"), row("zero3", [2.9])])
+    second = save(tmp_path / "b.jsonl", [row("zero3", [3.1], started_at="2026-11-22T08:00:00Z")])
+    frame = load.load(first, second)
+    assert list(load.latest(frame)["step_s_median"]) == [2.9, 3.1]
+    assert [list(part["step_s_median"]) for part in load.by_file(frame)] == [[2.9], [3.1]]
+
+
+def test_machines_of_one_kind_are_told_apart_by_boot_and_matrix_peak() -> None:
+    machines = [H200, H200 | {"matrix_peak_tflops": 679.04}, H200 | {"matrix_peak_tflops": 694.19}]
+    machines += [machines[1] | {"boot": "0123abcd"}, machines[1] | {"boot": "4567abcd"}]
+    frame = load.from_rows([row("zero3", [3.0], machine=machine) for machine in (*machines, *machines)])
+    assert list(frame["host"][:5]) == list(frame["host"][5:])
+    assert frame["host"].nunique() == 5
+    assert frame["machine_name"].nunique() == 1
+
+
 def test_folders_are_searched_in_order_and_files_read_once(tmp_path: Path) -> None:
     save(tmp_path / "b" / "rows.jsonl", cpu_rows())
     first = save(tmp_path / "a.jsonl", h200_rows())
@@ -248,6 +266,14 @@ def test_folders_are_searched_in_order_and_files_read_once(tmp_path: Path) -> No
         ('{"schema_version": 1, "speed": 3}\n{}\n', "line 1 has the field 'speed'"),
         ('{"schema_version": 1, "status": "ok"}\n{}\n', "not rows of this bench"),
         (json.dumps({**json.loads(row("zero3", [1.0]).to_json()), "schema_version": 0}) + "\n", "schema_version 0"),
+        (
+            json.dumps({**json.loads(row("zero3", [1.0]).to_json()), "tokens_per_s": "abc"}),
+            "line 1 has tokens_per_s 'abc', allowed a",
+        ),
+        (
+            json.dumps({**json.loads(row("zero3", [1.0]).to_json()), "step_s": [1.0, None]}),
+            "line 1 has step_s None, allowed a number",
+        ),
         ("{torn\n" + row("zero3", [1.0]).to_json() + "\n", "line 1 is not JSON"),
     ],
 )

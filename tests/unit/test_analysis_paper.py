@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
+from matplotlib.container import ErrorbarContainer
 
-from analysis import load, paper, style, tables
+from analysis import effects, load, paper, style
 from analysis.figures import paper as drawing
+from analysis.make import RESULTS
 from analysis.paper import Claim
 from sweeps.result import Row
 from tests.unit.test_analysis_figures import words
@@ -84,8 +86,15 @@ def test_a_measurement_stands_beside_a_claim_only_if_size_length_and_system_are_
     ours = one_claim(study="headline", model="7B", system="megatrain")
     assert [(one.preset, one.seq_len) for one in paper.cells_for(ours, cells)] == [("fast", 1024), ("stream", 1024)]
     told = paper.measured_text(ours, cells)
-    assert re.fullmatch(r"MegaTrain fast 599 \(\d+–\d+\), batch 32; MegaTrain stream 374 \(\d+–\d+\), batch 32", told)
-    assert paper.measured_text(one_claim(study="headline", model="7B", system="zero3"), cells) == "ZeRO-3 does not fit"
+    assert re.fullmatch(r"7\.6B, H200 16 cores, batch 32: MegaTrain fast 599 \(\d+–\d+\), MegaTrain stream 374 \(\d+–\d+\)", told)
+    refused = paper.measured_text(one_claim(study="headline", model="7B", system="zero3"), cells)
+    assert refused == "3.4B, H200 16 cores, batch 32: ZeRO-3 does not fit"
+    large = H200 | {"num_gpus": 4, "num_cores": 64}
+    both = paper.cells_in(load.from_rows([rows[1], measured("megatrain", 2.0, preset="fast", machine=large)]))
+    assert [part.partition(":")[0] for part in paper.measured_text(ours, both).split("; ")] == [
+        "7.6B, 4 × H200 64 cores, batch 32",
+        "7.6B, H200 16 cores, batch 32",
+    ]
     assert paper.measured_text(one_claim(study="headline", model="32B", system="megatrain"), cells) == ""
     assert [one.preset for one in paper.cells_for(one_claim(study="depth", setting="28 layers", system="megatrain"), cells)]
     assert paper.cells_for(one_claim(study="depth", setting="42 layers"), cells) == []
@@ -105,9 +114,14 @@ def test_attention_is_counted_where_the_claim_counts_it() -> None:
 def test_the_ratio_comes_from_one_run() -> None:
     rows = [measured("zero3", 10.0, "qwen2.5-14b"), measured("megatrain", 5.0, "qwen2.5-14b", preset="fast")]
     claim = one_claim(metric="ratio")
-    assert re.match(r"MegaTrain fast 2\.00x \(95% interval 1\.9\d to 2\.0\d\)", paper.ratio_text(claim, load.from_rows(rows)))
+    assert re.match(
+        r"14\.8B, H200 16 cores, batch 32: MegaTrain fast 2\.00x \(95% interval 1\.9\d to 2\.0\d\)",
+        paper.ratio_text(claim, load.from_rows(rows)),
+    )
     apart = [rows[0], measured("megatrain", 5.0, "qwen2.5-14b", experiment="another")]
     assert paper.ratio_text(claim, load.from_rows(apart)) == ""
+    elsewhere = [rows[0], measured("megatrain", 5.0, "qwen2.5-14b", machine=H200 | {"boot": "0123abcd"})]
+    assert paper.ratio_text(claim, load.from_rows(elsewhere)) == ""
 
 
 def test_table_keeps_flags_formulas_and_machines() -> None:
@@ -115,15 +129,35 @@ def test_table_keeps_flags_formulas_and_machines() -> None:
     lines = {(line[0], line[1], line[2], line[5]): line for line in sheet.cells[1:]}
     doubled = lines["ablation", "MegaTrain", "14B, without double buffering", "change"]
     assert doubled[4] == "−31.3%"
-    assert re.fullmatch(r"−33\.3% \(−3\d\.\d% to −3\d\.\d%\)", doubled[8])
+    assert re.fullmatch(r"3\.4B, H200 16 cores, batch 32: −33\.3% \(−3\d\.\d% to −3\d\.\d%\)", doubled[8])
     assert lines["context", "MegaTrain", "7B, T 131072", "TFLOPS"][4] == "305.3†"
     assert lines["context", "MegaTrain", "7B, T 262144", "TFLOPS"][6] == paper.ATTENTION
     assert lines["headline", "ZeRO-3", "32B", "TFLOPS"][4] == "OOM"
     assert sheet.notes[0].startswith("Measured on NVIDIA H200, 16 cores, 134 GB host")
     assert sum(note.startswith("†") for note in sheet.notes) >= 8
-    tex = tables.as_latex(sheet)
+    assert "the public repository (919520f)" in {line[-1] for line in sheet.cells}
+    assert all(line[-1].count("(") == line[-1].count(")") for line in sheet.cells)
+    tex = paper.latex(sheet)
     assert "305.3$^\\dagger$" in tex
     assert not set("†−–—×") & set(tex)
+
+
+def test_latex_fills_pages_and_repeats_its_title() -> None:
+    sheet = paper.table(load.from_rows([measured("megatrain", 4.0)]))
+    tex = paper.latex(sheet)
+    lines = tex.splitlines()
+    assert lines[0] == "% \\usepackage{array,booktabs,longtable}"
+    assert (lines[2], lines[-1]) == ("\\begin{longtable}{@{}", "\\end{longtable}}")
+    assert "tabular" not in tex
+    head = lines.index("\\endhead")
+    assert lines[head - 3 : head] == ["\\toprule", " & ".join(sheet.cells[0]) + " \\\\", "\\midrule"]
+    assert sum(" & " in line for line in lines[head:]) == len(sheet.cells) - 1
+    assert all(line.replace("\\&", "").count("&") == 9 for line in lines[head - 2 :] if " & " in line)
+    widths = [float(width) for width in re.findall(r"p\{(0\.\d+)\\linewidth\}", tex[: tex.index("toprule")])]
+    spaces_pt = 2 * 2 * (len(widths) - 1)
+    assert sum(widths) + spaces_pt / (72 * style.PAGE_IN) <= 1
+    unescaped = re.sub(r"\\[{}]", "", tex)
+    assert unescaped.count("{") == unescaped.count("}")
 
 
 def test_the_double_buffering_sentence_comes_from_rows() -> None:
@@ -135,13 +169,22 @@ def test_the_double_buffering_sentence_comes_from_rows() -> None:
     told = paper.double_buffering(load.from_rows(grid_rows()))
     assert re.fullmatch(
         r"Without double buffering \(one slot instead of two, 3 streams\) throughput changes by −33\.3% \(95% interval "
-        r"−3\d\.\d% to −3\d\.\d%; qwen2\.5-3b, 32 × 1024 tokens, NVIDIA H200, 16 cores, 134 GB host\); "
+        r"−3\d\.\d% to −3\d\.\d%, 3 windows of each; qwen2\.5-3b, 32 × 1024 tokens, NVIDIA H200, 16 cores, 134 GB host\); "
         r"the paper reports −31\.3% .*",
         told,
     )
     slower = [row("megatrain", windows(step_s), experiment="d", cell=str(d), config=config(depth=d, streams=2)) for d, step_s in
               ((1, 8.0), (2, 4.0))]  # fmt: skip
     assert "changes by −50.0%" in paper.double_buffering(load.from_rows(slower))
+
+
+def test_the_committed_sentence_is_of_one_machine_and_three_windows() -> None:
+    told = paper.double_buffering(load.load(*sorted(RESULTS.glob("*.jsonl"))))
+    assert re.search(
+        r"changes by −9\.8% \(95% interval −19\.8% to \+1\.4%, 3 windows of each, double_buffering\.jsonl; qwen2\.5-7b", told
+    )
+    assert "another pair −6.8% (2 windows of each, double_buffering_two_windows.jsonl, 7.6B, H200 16 cores)" in told
+    assert effects.setting_changes(load.load(RESULTS / "checkpoint_interval.jsonl"), "checkpoint interval 1") == []
 
 
 def marked(axes: Axes, label: str) -> list[list[tuple[float, float]]]:
@@ -179,6 +222,28 @@ def test_figure_sets_claims_apart_from_measurements() -> None:
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert names[-1] == "OOM in the paper"
     assert {"the paper's MegaTrain", "MegaTrain fast", "the paper's in memory"} <= set(names)
+
+
+def test_figure_keeps_machines_apart_and_shows_intervals_and_refusals() -> None:
+    large = H200 | {"num_gpus": 4, "num_cores": 64}
+    rows = [
+        measured("megatrain", 2.5, preset="fast"),
+        measured("megatrain", 5.0, "qwen2.5-14b", preset="fast", machine=large),
+        row("zero3", status="wont_fit", model="qwen2.5-7b", config={}, cell="z"),
+        row("in_memory", status="oom_device", model="qwen2.5-14b", config={}, cell="i", machine=large),
+    ]
+    figure = drawing.figure(load.from_rows(rows))
+    headline = figure.axes[0]
+    assert [len(line) for line in marked(headline, "MegaTrain fast")] == [1, 1], "a line never spans two machines"
+    assert sorted(word for word in words(headline) if word in "ab") == ["a", "a", "b", "b"]
+    assert len([one for one in headline.containers if isinstance(one, ErrorbarContainer)]) == 2
+    crosses = [str(one.get_marker()) for one in headline.lines if one.get_color() == style.ALARM]
+    assert crosses.count("+") == 1
+    assert crosses.count("x") == 4 + 1
+    assert "(a) NVIDIA H200, 16 cores, 134 GB host; (b) 4 × NVIDIA H200, 64 cores, 134 GB host" in figure.get_suptitle()
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert set(names[-3:]) == {"OOM in the paper", "does not fit here", "OOM (device) here"}
+    assert {"ZeRO-3", "in memory"} <= set(names)
 
 
 def test_a_panel_without_measurements_says_so() -> None:

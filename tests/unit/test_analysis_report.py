@@ -134,6 +134,10 @@ def test_make_rebuilds_every_file_to_the_same_bytes(tmp_path: Path, capsys: pyte
 def test_make_without_rows_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert make.main(["--results", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count("\n") == 1
+    assert make.main(["--results", str(tmp_path / "absent")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: --results: got {tmp_path / 'absent'}, allowed ")
+    assert error.count("\n") == 1
     (tmp_path / "bad.jsonl").write_text('{"schema_version": 0}\n')
     assert make.main(["--results", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("error: ")

@@ -15,11 +15,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
 from analysis import load, style
-from analysis.figures import ablation, convergence, memory, throughput
+from analysis.figures import ablation, convergence, memory, paper, throughput
 from analysis.make import RESULTS
 from sweeps.result import Row, read_rows
 from tests.unit.test_analysis_figures import words
-from tests.unit.test_analysis_load import GIB, cpu_rows, curve, h200_rows, row
+from tests.unit.test_analysis_load import GIB, H200, cpu_rows, curve, h200_rows, row
 from tests.unit.test_analysis_studies import (
     batch_rows,
     capped_rows,
@@ -72,10 +72,10 @@ def test_throughput_against_model_size() -> None:
     assert axes.get_ylim()[0] == 0
 
 
-def scaled(batch: int, length: int, step_s: float, **fields: Any) -> Row:
+def scaled(batch: int, length: int, step_s: float, system: str = "megatrain", **fields: Any) -> Row:
     tokens_per_s = batch * length / step_s
     cell = f"{batch}x{length}{fields}"
-    return row("megatrain", windows(step_s), batch_size=batch, seq_len=length, cell=cell, tokens_per_s=tokens_per_s, **fields)
+    return row(system, windows(step_s), batch_size=batch, seq_len=length, cell=cell, tokens_per_s=tokens_per_s, **fields)
 
 
 def test_throughput_has_a_panel_for_each_thing_that_varies() -> None:
@@ -91,6 +91,52 @@ def test_throughput_has_a_panel_for_each_thing_that_varies() -> None:
     assert context.get_xlabel() == "tokens a sequence\n(qwen2.5-3b, 32,768 tokens)"
     assert [x for x, _ in points(lines(context)["MegaTrain"])] == [1024, 4096, 32768]
     assert [context.xaxis.get_major_formatter()(value) for value in (1024, 32768)] == ["1K", "32K"]
+
+
+def many_studies() -> list[Row]:
+    """Three systems over size, depth, width, batch and context, as the ablations of conf measure them; the largest refused."""
+    sizes = {
+        "model_size": (0.494, 1.544, 3.4, 7.62, 14.8, 32.8, 72.7),
+        "depth": (7.62, 11.1, 14.5, 21.3, 32.5, 43.4),
+        "width": (1.95, 14.1, 18.9, 24.4, 37.6),
+    }
+    rows = []
+    for number, (system, preset) in enumerate((("megatrain", "stream"), ("megatrain", "fast"), ("zero3", None)), 1):
+        common: dict[str, Any] = {"preset": preset}
+        for study, billions in sizes.items():
+            for size in billions:
+                params = round(size * 1e9)
+                tflops = 300 / number * (1 - 0.1 * len(study) / 10)
+                step_s = 6 * params * 32768 / tflops / 1e12
+                fields: dict[str, Any] = {"experiment": study, "model": f"{study}{size}", "num_params": params}
+                fields |= {"cell": f"{study}{size}{system}{preset}", **common}
+                rows.append(row(system, windows(step_s), **fields) if size < 40 else row(system, status="wont_fit", **fields))
+        for batch in (2, 4, 8, 16, 32, 64, 96, 128, 192, 256):
+            rows.append(scaled(batch, 1024, number * (0.5 + batch / 8), system, experiment="batch_size", **common))
+        for length in (1024 << power for power in range(10)):
+            rows.append(scaled(max(1, 32768 // length), length, number * 4.0, system, experiment="context_length", **common))
+    return rows
+
+
+def test_a_line_of_throughput_joins_one_study_and_ticks_are_thinned() -> None:
+    size, batch, context = figure_of(throughput, many_studies()).axes
+    fast = [points(line) for line in size.lines if line.get_label() == "MegaTrain fast" and line.get_linestyle() != "None"]
+    assert [len(line) for line in fast] == [6, 5, 5], "model_size, depth (their largest have no room), width"
+    assert all(line == sorted(line) for line in fast)
+    for axes, ends in ((size, ("0.494", "72.7")), (batch, ("2", "256")), (context, ("1K", "512K"))):
+        named = [axes.xaxis.get_major_formatter()(value) for value in axes.xaxis.get_majorticklocs()]
+        assert (named[0], named[-1]) == ends
+        assert "" in named
+        assert len([name for name in named if name]) >= 4
+
+
+def test_points_of_several_studies_are_not_joined() -> None:
+    rows = [row("megatrain", windows(billions), experiment=f"h200_{billions}b", cell=str(billions), model=str(billions),
+                num_params=billions * 10**9) for billions in (3, 7)]  # fmt: skip
+    (axes,) = figure_of(throughput, rows).axes
+    line = lines(axes)["MegaTrain"]
+    assert [x for x, _ in points(line)] == [3e9, 7e9]
+    assert line.get_linestyle() == "None"
 
 
 def test_throughput_takes_the_fastest_measurement_and_no_ablations() -> None:
@@ -266,6 +312,9 @@ def test_convergence_of_a_study_is_against_its_own_fp32_master() -> None:
     assert figure.get_suptitle().endswith("lines: master")
 
 
+LARGE = H200 | {"num_gpus": 4, "num_cores": 64, "host_bytes": 550_000_000_000}
+
+
 def committed() -> list[Row]:
     return [one for name in ("h200_3b", "h200_7b") for one in read_rows(RESULTS / f"{name}.jsonl")]
 
@@ -281,6 +330,11 @@ def crowded() -> list[Row]:
     [
         figure_of(throughput, size_rows()),
         figure_of(throughput, committed()),
+        figure_of(throughput, many_studies()),
+        figure_of(throughput, many_studies(), "num_params"),
+        figure_of(throughput, [scaled(batch, 1024, batch / 8, machine=LARGE) for batch in (8, 32)]),
+        figure_of(paper, [one for path in sorted(RESULTS.glob("*.jsonl")) for one in read_rows(path)]),
+        figure_of(paper, grid_rows()),
         figure_of(ablation, grid_rows()),
         figure_of(ablation, ladder_rows()),
         figure_of(ablation, factor_rows()),
@@ -294,6 +348,11 @@ def crowded() -> list[Row]:
     ids=[
         "sizes",
         "committed sizes",
+        "many studies",
+        "one panel of many",
+        "one panel",
+        "paper",
+        "paper of a deep loss",
         "grid",
         "ladder",
         "factor",
@@ -308,7 +367,8 @@ def crowded() -> list[Row]:
 def test_no_words_overlap_or_leave_the_page(figure: Figure, tmp_path: Path) -> None:
     with style.context():
         figure.draw_without_rendering()
-        texts = [text for axes in figure.axes for text in [*axes.texts, axes.xaxis.label, axes.yaxis.label, axes._left_title]]  # type: ignore[attr-defined]
+        texts = list(figure.texts)
+        texts += [text for axes in figure.axes for text in [*axes.texts, axes.xaxis.label, axes.yaxis.label, axes._left_title]]  # type: ignore[attr-defined]
         for axes in figure.axes:
             (x0, x1), (y0, y1) = sorted(axes.get_xlim()), sorted(axes.get_ylim())
             texts += [

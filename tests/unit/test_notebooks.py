@@ -9,6 +9,7 @@ from typing import Any
 import nbformat
 import pytest
 
+from analysis.notebooks import RESULTS, comparisons, studies
 from analysis.notebooks.__main__ import FOLDER, NAMES, executed, main, notebook_of
 
 LARGEST_BYTES = 100_000
@@ -44,6 +45,13 @@ def test_a_committed_notebook_is_its_script_and_small(name: str) -> None:
     assert [cell.source for cell in notebook.cells] == [cell.source for cell in notebook_of(name).cells]
     assert all(len(picture) < LARGEST_BYTES for picture in pictures(notebook))
     assert not re.search(r"/tmp/|/home/|/root/|/work/", nbformat.writes(notebook)), "a path of somebody's machine"
+
+
+def test_every_committed_file_of_rows_is_in_a_notebook() -> None:
+    """Two studies of one name are two files, and neither hides the other."""
+    shown = {name.partition(" (")[0] for name in (*comparisons(), *studies())}
+    assert shown == {path.stem for path in RESULTS.glob("*.jsonl")}
+    assert {"double_buffering", "double_buffering_two_windows", "h200_7b_late_moments"} <= set(studies())
 
 
 @pytest.mark.slow

@@ -182,6 +182,29 @@ def test_intervals_of_three_repeats_cover_the_truth(between: float, within: floa
     assert min(held) >= 0.93 * 2000
 
 
+def test_intervals_of_three_paired_rounds_cover_the_truth() -> None:
+    """What a round does to both, however large, neither widens the interval nor moves it."""
+    generator = np.random.default_rng(12)
+    held, widths = 0, []
+    for _ in range(2000):
+        rounds = []
+        for met in generator.normal(0, 0.3, 3):
+            starts = generator.normal(met, 0.01, (2, 1))
+            both = np.array([[1.0], [2.0]]) * np.exp(starts + generator.normal(0, 0.005, (2, 3)))
+            rounds.append(tuple((1 / float(windows.mean()), windows.tolist()) for windows in both))
+        found = stats.paired(rounds)
+        assert found is not None
+        assert found.lo is not None
+        assert found.hi is not None
+        held += not found.excludes(2.0)
+        widths.append(found.hi / found.lo)
+    assert held >= 0.93 * 2000
+    assert statistics.median(widths) < 1.2
+    assert stats.paired([]) is None
+    one = ((1.0, [1.0, 1.1, 1.2]), (0.5, [2.0, 2.1, 2.2]))
+    assert stats.paired([one]) == stats.ratio(*one[0], *one[1])
+
+
 def test_two_repeats_have_no_interval() -> None:
     two = stats.pooled([(10.0, [1.0, 1.1, 1.2]), (12.0, [1.0, 1.1, 1.2])])
     assert two is not None

@@ -1,6 +1,7 @@
 """Every YAML composes; a cell's hash covers what changes a measurement and nothing else."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -137,6 +138,18 @@ def test_a_system_may_cut_the_step_and_count_its_threads_by_itself() -> None:
     assert "num_micro_batches" not in cell.options
     assert comparison_key(cell.config) == comparison_key(composed("shape.batch_size=4").config)  # the same step of the same batch
     assert environment.cell_variables(3)["OMP_NUM_THREADS"] == "3"
+
+
+def test_a_machine_says_which_boot_it_is_and_names_no_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    boots = []
+    for number, text in enumerate(("first\n", "first\n", "second\n")):
+        monkeypatch.setattr(environment, "BOOT_ID", tmp_path / str(number))
+        (tmp_path / str(number)).write_text(text)
+        boots.append(environment.machine(config.Machine(), None)["boot"])
+    assert boots[0] == boots[1] != boots[2]
+    assert all(re.fullmatch("[0-9a-f]{8}", boot) for boot in boots)
+    monkeypatch.setattr(environment, "BOOT_ID", tmp_path / "absent")
+    assert environment.machine(config.Machine(), None)["boot"] is None
 
 
 @pytest.mark.parametrize("neutral", ["+system.numactl=''", "+system.omp_num_threads=0", "+system.num_micro_batches=0"])

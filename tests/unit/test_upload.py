@@ -94,6 +94,17 @@ def test_uploading_again_adds_nothing(uploaded: tuple[Path, list[str]]) -> None:
     assert elsewhere[0] not in folders
 
 
+def test_a_reader_that_has_seen_enough_ends_it_quietly(uploaded: tuple[Path, list[str]]) -> None:
+    path, _ = uploaded
+    command = [sys.executable, "-m", "sweeps.upload", str(path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        running.stdout.close()
+        assert running.stderr.read() == ""
+    assert running.returncode == 1
+
+
 def test_a_run_whose_writer_was_killed_is_told_and_made_again(uploaded: tuple[Path, list[str]], tmp_path: Path) -> None:
     path = save(tmp_path / "rows.jsonl", rows()[:2])
     torn, other = (tmp_path / "wandb" / Path(folder).name for folder in uploaded[1][:2])

@@ -1,0 +1,55 @@
+"""What must fit a page: words over a figure, notes below its heading, names at the ticks of a logarithmic axis.
+
+Invariant: widths are counted from characters, so the same words give the same figure.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+SMALL_PER_IN = 20
+"""Characters of 6.5 points that an inch holds."""
+LINE_IN = 0.11
+"""Height of a line of them."""
+TICK_PT = 4.5
+"""Width of a digit at a tick."""
+
+
+def log2_axis(axes: Axes, places: Sequence[float], name: Callable[[float], str], width_in: float, margin: float) -> None:
+    """A logarithmic x axis with a tick at every place, as many of them named as an axis of this width holds, the ends first.
+
+    places: in order. margin: the factor of room beside the ends.
+    """
+    octave_pt = 72 * width_in / math.log2(places[-1] / places[0] * margin**2)
+    named: dict[float, float] = {}  # place -> half the width of its name, points
+    for place in dict.fromkeys([places[-1], places[0], *reversed(places)]):
+        half = TICK_PT * (len(name(place)) + 1) / 2
+        if all(octave_pt * abs(math.log2(place / other)) >= half + taken for other, taken in named.items()):
+            named[place] = half
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(places[0] / margin, places[-1] * margin)
+    axes.xaxis.set_major_locator(FixedLocator(places))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: name(value) if value in named else ""))
+
+
+def wrapped(text: str, width_in: float) -> str:
+    """Small words (6.5 points) in as many lines as a page of this width needs."""
+    return textwrap.fill(text, int(SMALL_PER_IN * width_in))
+
+
+def noted(figure: Figure, notes: Sequence[str]) -> Figure:
+    """The figure, taller by the notes, which follow its heading."""
+    for note in notes:
+        width_in, height_in = figure.get_size_inches()
+        lines = wrapped(note, width_in)
+        heading = next(text for text in figure.texts if text.get_text() == figure.get_suptitle())
+        heading.set_text(f"{heading.get_text()}\n{lines}")
+        figure.set_size_inches(width_in, height_in + LINE_IN * (lines.count("\n") + 1))
+    return figure
