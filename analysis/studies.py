@@ -176,7 +176,15 @@ def study_of(frame: pd.DataFrame) -> Study:
     elif kind in ("grid", "factor"):
         cells.sort(key=lambda one: [factors[key].index(one.factors[key]) for key in varied])
     machine = str(first["machine_name"])
-    return Study(name=str(first["experiment"]), machine=machine, kind=kind, factors=factors, cells=cells, scale_name=name)
+    study = Study(name=str(first["experiment"]), machine=machine, kind=kind, factors=factors, cells=cells, scale_name=name)
+    return replace(study, cells=[_judged(one, study) for one in cells]) if set(factors) & set(NUMERICS) else study
+
+
+def _judged(cell: Cell, study: Study) -> Cell:
+    """Of a study that varies the arithmetic: a cell whose losses leave those of its fp32 master differs, as from a reference."""
+    gap = study.loss_gap(cell)
+    apart = gap is not None and not gap <= LOSS_TOLERANCE
+    return replace(cell, standing=replace(cell.standing, agrees=False)) if apart else cell
 
 
 def unablated(frame: pd.DataFrame) -> pd.DataFrame:
@@ -195,11 +203,12 @@ def sentence(study: Study) -> str:
     if study.scale is not None and (study.rival or study.scale.sizes_differ):
         return _scale_sentence(study, study.scale, ready)
     speed = f"{study.name_of(study.best)} is the fastest ({speed_of(study.best):,.0f} tokens/s)"
-    gap = change(ready[0], study.best)
-    if gap is None or ready[0] is study.best:
-        return f"{speed}; no other could be compared."
+    slowest = next((one for one in ready if one is not study.best), None)
+    gap = change(slowest, study.best) if slowest else None
+    if slowest is None or gap is None:
+        return f"{speed}; no other could be compared.{_losses_told(study)}"
     ends = f" (95% interval {percent(gap.lo)} to {percent(gap.hi)})" if gap.lo is not None and gap.hi is not None else ""
-    return f"{speed}; {study.name_of(ready[0])} the slowest, {percent(gap.value)}{ends}.{_losses_told(study)}"
+    return f"{speed}; {study.name_of(slowest)} the slowest, {percent(gap.value)}{ends}.{_losses_told(study)}"
 
 
 def _scale_sentence(study: Study, scale: Scale, ready: list[Cell]) -> str:

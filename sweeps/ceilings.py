@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from sweeps import adamw_speed, host_memory
-from sweeps.environment import cpu_model, gpu
+from sweeps.environment import boot, cpu_model, gpu
 
 SIZE = 8192
 """Rows and columns of the square bf16 product."""
@@ -68,6 +68,7 @@ def measure(num_elements: int, num_threads: int, rounds: int, *, quick: bool) ->
     """Every ceiling this machine has; `adamw` is None where `quick`. Arrays shrink where memory is short."""
     found: dict[str, Any] = {
         "gpu": None,
+        "boot": boot(),
         "cpu": cpu_model(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "num_threads": num_threads,
@@ -97,12 +98,12 @@ def measure(num_elements: int, num_threads: int, rounds: int, *, quick: bool) ->
 
 
 def cached_matrix_peak(output_dir: Path, device: str, timeout_s: float = 300.0) -> float | None:
-    """The GPU's matrix peak, measured once an output folder in a process of its own; None on the CPU or where it failed."""
+    """The GPU's matrix peak, measured in a process of its own once a machine and output folder; None on the CPU or on failure."""
     if device != "cuda":
         return None
-    path, card = output_dir / "ceilings.json", gpu()["gpu"]
+    path, here = output_dir / "ceilings.json", (gpu()["gpu"], boot())
     found = json.loads(path.read_text()) if path.exists() else {}
-    if found.get("gpu") != card or found.get("matrix_peak_tflops") is None:
+    if (found.get("gpu"), found.get("boot")) != here or found.get("matrix_peak_tflops") is None:
         command = [sys.executable, "-m", "sweeps.ceilings", "--quick", "--rounds", "5"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from analysis import make, report, style
+from analysis import effects, load, make, report, style
+from analysis.cells import percent
 from analysis.compare import CPU_NOTE
 from sweeps.result import Row
 from tests.unit.test_analysis_load import cpu_rows, h200_rows, row, save
@@ -102,6 +103,19 @@ def test_the_readme_shows_what_the_committed_rows_give(capsys: pytest.CaptureFix
     for name, table in tables:
         assert report.main([str(make.RESULTS / f"{name}.jsonl"), "--readme"]) == 0
         assert table == capsys.readouterr().out.strip(), f"put the output of python -m analysis.report ... --readme into {name}"
+
+
+def test_the_documents_state_double_buffering_as_the_rows_do() -> None:
+    """Change and interval, and the other pair's change, wherever the result is told."""
+    found = effects.setting_changes(load.load(*sorted(make.RESULTS.glob("*.jsonl"))), "without double buffering")
+    gap = found[0].estimate
+    assert gap.lo is not None
+    assert gap.hi is not None
+    for name in ("README.md", "docs/comparison.md"):
+        page = (ROOT / name).read_text()
+        told = [line for line in page.split("\n- ") if line.startswith("**Double buffering")]
+        for number in (gap.value, gap.lo, gap.hi, found[1].estimate.value):
+            assert percent(number) in told[0], f"{name}: {percent(number)}"
 
 
 def test_bad_input_is_one_line_and_exit_2(tmp_path: Path) -> None:

@@ -279,9 +279,13 @@ def test_a_capped_device_hides_no_system_and_is_no_comparison() -> None:
 
 def test_losses_are_told_where_the_arithmetic_is_varied() -> None:
     lines, found = by_label(precision_rows(), 1), study(precision_rows())
-    assert lines["master",][-2:] == ["loss at step 9", "max |Δloss| from split"]
-    assert [line[-1] for line in lines.values()][1:] == ["—", "8.9e-05", "6.0e-01"]
-    assert lines["bf16",][-2] == f"{curve(12, 0.9)[8]:.4f}", "the same step for all"
+    assert lines["master",][-3:] == ["loss at step 9", "max |Δloss| from split", "agrees"]
+    assert [line[-2] for line in lines.values()][1:] == ["—", "8.9e-05", "6.0e-01"]
+    assert lines["bf16",][-3] == f"{curve(12, 0.9)[8]:.4f}", "the same step for all"
+    assert lines["bf16",][-1] == "differs"
+    fastest = max(found.cells, key=lambda one: one.standing.speed.value)
+    assert fastest.factors == {"system.master": "bf16"}
+    assert found.best is not fastest, "no speed with other numerics is ranked"
     assert "bf16: small updates are lost" in found.notes
     assert studies.sentence(found).endswith(f"Loss at step 9: master bf16 {curve(12, 0.9)[8]:.4f}, master split {curve(9)[8]:.4f}.")
     alike = [dataclasses.replace(one, losses=curve(9)) for one in factor_rows()]

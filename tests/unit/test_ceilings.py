@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from sweeps import adamw_speed, host_memory
+from sweeps import adamw_speed, ceilings, environment, host_memory
 from sweeps.host_memory import Kernel, Speed
 
 TINY = ("--num-elements", "20000", "--threads", "1", "--rounds", "2")
@@ -53,6 +53,16 @@ def test_quick_measures_the_streams_and_imports_no_deepspeed():
     assert len(found["streams"]) == 5
     best = max(found["streams"], key=lambda row: row["gb_per_s"])
     assert (found["host_kernel"], found["host_gb_per_s"]) == (best["name"], best["gb_per_s"])
+
+
+def test_the_peak_of_a_folder_is_that_of_this_boot_of_this_machine(tmp_path, monkeypatch):
+    told = {"gpu": None, "boot": environment.boot(), "matrix_peak_tflops": 7.0}
+    monkeypatch.setattr(ceilings.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, json.dumps(told)))
+    (tmp_path / "ceilings.json").write_text(json.dumps(told | {"boot": "another", "matrix_peak_tflops": 5.0}))
+    assert ceilings.cached_matrix_peak(tmp_path, "cuda") == 7.0
+    monkeypatch.setattr(ceilings.subprocess, "run", None)
+    assert ceilings.cached_matrix_peak(tmp_path, "cuda") == 7.0
+    assert ceilings.cached_matrix_peak(tmp_path, "cpu") is None
 
 
 def test_without_a_compiler_every_row_that_needs_one_says_so_and_the_rest_goes_on():
