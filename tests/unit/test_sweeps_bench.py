@@ -1,9 +1,9 @@
 """THE loop, with a system that records its calls and a clock that counts; the samplers; rows on disk."""
 
+import contextlib
 import dataclasses
 import json
 import math
-import multiprocessing
 import shutil
 import subprocess
 import sys
@@ -25,6 +25,7 @@ from sweeps.run import command_of
 from sweeps.sinks import JsonlSink
 from sweeps.study import row_of
 
+ROOT = Path(__file__).resolve().parents[2]
 ROW = {"experiment": "e", "system": "s", "model": "m", "batch_size": 2, "seq_len": 8, "num_micro_batches": 1, "status": "ok"}
 
 
@@ -104,18 +105,34 @@ def test_sampler_sees_a_known_allocation() -> None:
     assert host_bytes() > 256 << 20
 
 
-def append(path: Path, writer: int) -> None:
-    for number in range(50):
-        JsonlSink(path).row(Row(**ROW, cell=f"{writer}-{number}", losses=[1.0] * 500))
+WRITER = """
+import pathlib, sys
+from tests.unit.test_sweeps_bench import ROW, JsonlSink, Row
+print("ready", flush=True)
+sys.stdin.readline()
+for number in range(50):
+    JsonlSink(pathlib.Path(sys.argv[1])).row(Row(**ROW, cell=f"{sys.argv[2]}-{number}", losses=[1.0] * 500))
+"""
 
 
 def test_two_writers_lose_no_row(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    writers = [multiprocessing.get_context("fork").Process(target=append, args=(path, number)) for number in range(2)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
+    command = [sys.executable, "-c", WRITER, str(path)]
+    with contextlib.ExitStack() as stack:
+        writers = [
+            stack.enter_context(
+                subprocess.Popen([*command, name], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            )
+            for name in "ab"
+        ]
+        for writer in writers:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == "ready\n"
+        for writer in writers:
+            assert writer.stdin is not None
+            writer.stdin.write("go\n")
+            writer.stdin.close()
+    assert [writer.returncode for writer in writers] == [0, 0]
     assert len({row.cell for row in read_rows(path)}) == 100
 
 
