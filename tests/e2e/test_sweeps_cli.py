@@ -247,11 +247,18 @@ def test_what_has_no_room_in_a_sweep_is_a_row_without_a_process(tmp_path: Path) 
         assert "allowed 1,000,000" in row.reason
 
 
-def test_repeats_are_measured_in_rounds_and_reported_as_one(tmp_path: Path) -> None:
-    """in_memory once, the engine in every round; started again, nothing is measured again."""
-    axes = ["--multirun", "system=in_memory,megatrain", "measure.repeat=1,2", "measure.repeated=[megatrain]"]
+def test_a_killed_study_goes_on_where_it_was_in_rounds_reported_as_one(tmp_path: Path) -> None:
+    """in_memory once, the engine in every round. SIGKILL, which nothing can clean up after, reaches the study in its last cell."""
+    axes = ["--multirun", "system=in_memory,megatrain", "measure.repeat=1,2", "measure.repeated=[megatrain]", "measure.windows=100"]
+    with first_step_of(tmp_path, *axes, *SMALL, "logging=none", cell=3) as (parent, child):
+        parent.kill()
+    assert ends(child), "the cell outlived its study"
+    before = read_rows(tmp_path / "rows.jsonl")
+    assert verdicts(before) == [("in_memory", "ok"), ("megatrain", "ok")]
     done = sweep(tmp_path, *axes, *SMALL, "logging=none")
+    assert done.stdout.count("skipped") == 2
     rows = read_rows(tmp_path / "rows.jsonl")
+    assert rows[:2] == before
     assert verdicts(rows) == [("in_memory", "ok"), ("megatrain", "ok"), ("megatrain", "ok")], done
     assert [row.config["measure"]["repeat"] for row in rows] == [1, 1, 2]
     assert len({row.cell for row in rows}) == 3
@@ -264,9 +271,6 @@ def test_repeats_are_measured_in_rounds_and_reported_as_one(tmp_path: Path) -> N
         assert row.tflops_6p is not None
         assert row.tflops_6p < row.tflops_6p_causal < (row.tflops_paper or 0)
         assert sum(row.host_split.values()) == row.peak_host_bytes
-    again = sweep(tmp_path, *axes, *SMALL, "logging=none")
-    assert again.stdout.count("skipped") == 3
-    assert len(read_rows(tmp_path / "rows.jsonl")) == 3
 
 
 def test_interrupting_leaves_no_row_and_no_cell(tmp_path: Path) -> None:
@@ -286,18 +290,3 @@ def ends(child: int, seconds: float = 10.0) -> bool:
     while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     return not Path(f"/proc/{child}").exists()
-
-
-def test_a_killed_study_goes_on_where_it_was(tmp_path: Path) -> None:
-    """SIGKILL, which nothing can clean up after, reaches the study itself while its second cell works."""
-    both = ["--multirun", "system=megatrain", "system.depth=1,2", *SMALL, "logging=none"]
-    with first_step_of(tmp_path, *both, "measure.windows=200", cell=2) as (parent, child):
-        parent.kill()
-    assert ends(child), "the cell outlived its study"
-    (first,) = read_rows(tmp_path / "rows.jsonl")
-    again = sweep(tmp_path, *both, "measure.windows=200")
-    assert again.returncode == 0, again
-    assert again.stdout.count("skipped") == 1
-    rows = read_rows(tmp_path / "rows.jsonl")
-    assert [(row.status, row.config["system"]["depth"]) for row in rows] == [("ok", 1), ("ok", 2)]
-    assert rows[0] == first
