@@ -105,7 +105,7 @@ def run_cell(cell: Cell, label: str) -> Row:
         if not _labelled(known, cell):
             return _relabelled(known, cell)
         if cell.logging.wandb == "offline" and offline_run(known, cell.output_dir, cell.logging.project) is None:
-            wandb_sink(cell.rows_path, cell.logging.wandb, cell.logging.project).row(known)  # who wrote it was stopped before that
+            _mirror(cell).row(known)  # who wrote it was stopped before that
         return known
     sinks: list[Sink] = [*_records(cell), ConsoleSink(label)]
     log = cell.output_dir / "logs" / f"{cell.system}-{cell.hash}.log"
@@ -124,7 +124,11 @@ def run_cell(cell: Cell, label: str) -> Row:
 
 
 def _records(cell: Cell) -> list[Sink]:
-    return [JsonlSink(cell.rows_path), wandb_sink(cell.rows_path, cell.logging.wandb, cell.logging.project)]
+    return [JsonlSink(cell.rows_path), _mirror(cell)]
+
+
+def _mirror(cell: Cell) -> Sink:
+    return wandb_sink(cell.rows_path, cell.logging.wandb, cell.logging.project)
 
 
 def _labelled(row: Row, cell: Cell) -> bool:

@@ -20,22 +20,23 @@ OPTIONS = {"device_optimizer": "device_blocks", "keep_activations": "kept_layers
 """Option of the engine -> what a row calls the number that was chosen for it."""
 
 
-def predictable() -> list[Any]:
-    """Measured rows of today's engine that keep their rates and placement; older ones do not, or ran with one pass of AdamW.
+def measured() -> dict[str, Row]:
+    """Rows of today's engine that keep their rates and placement; older ones do not, or ran with one pass of AdamW.
 
-    A row whose own windows differ by more than a tenth says nothing about a tenth. One measurement may stand in several studies.
+    One measurement may stand in several studies.
     """
     rows = [(path, row) for path in FILES for row in read_rows(path) if row.step_s and "rates" in row.plan]
-    kept = {
-        (row.cell, row.started_at): pytest.param(row, id=f"{path.stem}-{row.cell}")
-        for path, row in rows
-        if "late_moments" in row.config["system"] and max(row.step_s) <= 1.1 * min(row.step_s)
-    }
-    return list(kept.values())
+    kept = {(row.cell, row.started_at): (path, row) for path, row in rows if "late_moments" in row.config["system"]}
+    return {f"{path.stem}-{row.cell}": row for path, row in kept.values()}
+
+
+def predictable() -> list[Any]:
+    """A row whose own windows differ by more than a tenth says nothing about a tenth."""
+    return [pytest.param(row, id=name) for name, row in measured().items() if max(row.step_s) <= 1.1 * min(row.step_s)]
 
 
 def test_few_rows_are_too_unsteady_to_be_predicted() -> None:
-    assert len(predictable()) >= 40
+    assert len(measured()) - len(predictable()) <= len(measured()) / 20
 
 
 @pytest.mark.parametrize("row", predictable())
