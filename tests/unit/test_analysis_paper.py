@@ -17,9 +17,9 @@ from analysis.figures import paper as drawing
 from analysis.make import RESULTS
 from analysis.paper import Claim
 from sweeps.result import Row
+from tests.unit.study_rows import config, grid_rows, windows
 from tests.unit.test_analysis_figures import words
 from tests.unit.test_analysis_load import H200, row
-from tests.unit.test_analysis_studies import config, grid_rows, windows
 
 CLAIMS = paper.claims()
 SHAPE = {"num_hidden_layers": 28, "hidden_size": 3584}

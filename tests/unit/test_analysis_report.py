@@ -13,8 +13,8 @@ from analysis import effects, load, make, report, style
 from analysis.cells import percent
 from analysis.compare import CPU_NOTE
 from sweeps.result import Row
+from tests.unit.study_rows import factor_rows, grid_rows, ladder_rows, precision_rows, size_rows
 from tests.unit.test_analysis_load import cpu_rows, h200_rows, row, save
-from tests.unit.test_analysis_studies import factor_rows, grid_rows, ladder_rows, precision_rows, size_rows
 
 ROOT = Path(__file__).parents[2]
 

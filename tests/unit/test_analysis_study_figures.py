@@ -1,161 +1,35 @@
-"""Figures of throughput, memory, ablations and convergence: data, axes, units, series and marks; never pixels."""
+"""Figures of memory, ablations and convergence: data, axes, units, series and marks; never pixels."""
 
 from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Rectangle
 
 from analysis import load, style
 from analysis.figures import ablation, convergence, memory, paper, throughput
 from analysis.make import RESULTS
 from sweeps.result import Row, read_rows
-from tests.unit.test_analysis_figures import words
-from tests.unit.test_analysis_load import GIB, H200, cpu_rows, curve, h200_rows, row
-from tests.unit.test_analysis_studies import (
+from tests.unit.drawn import figure_of, legend, lines, patches, points
+from tests.unit.study_rows import (
     batch_rows,
     capped_rows,
     deep_rows,
     factor_rows,
     grid_rows,
     ladder_rows,
+    many_studies,
     precision_rows,
+    scaled,
     size_rows,
     windows,
 )
-
-
-def figure_of(module: Any, rows: list[Row], *more: Any) -> Figure:
-    drawn: Figure = module.figure(load.from_rows(rows), *more)
-    return drawn
-
-
-def lines(axes: Axes) -> dict[str, Line2D]:
-    return {str(line.get_label()): line for line in axes.lines if not str(line.get_label()).startswith("_")}
-
-
-def patches(axes: Axes) -> dict[str, Rectangle]:
-    bars = {str(box.get_label()): box.patches[0] for box in axes.containers if hasattr(box, "patches")}
-    return bars | {str(one.get_label()): one for one in axes.patches if isinstance(one, Rectangle)}
-
-
-def legend(figure: Figure) -> list[str]:
-    return [text.get_text() for text in figure.legends[0].get_texts()]
-
-
-def points(line: Line2D) -> list[tuple[float, float]]:
-    return [(float(x), float(y)) for x, y in np.asarray(line.get_xydata())]
-
-
-def test_throughput_against_model_size() -> None:
-    figure = figure_of(throughput, size_rows(), "num_params")
-    (axes,) = figure.axes
-    assert figure.get_size_inches()[0] == style.COLUMN_IN
-    assert (axes.get_ylabel(), axes.get_xlabel()) == ("TFLOPS (6P)", "parameters (10⁹)\n(32 × 1024 tokens)")
-    fast = points(lines(axes)["MegaTrain fast"])
-    assert fast == [(1e9, pytest.approx(6e9 * 32768 / 1e12)), (2e9, pytest.approx(6e9 * 32768 / 1e12))]
-    guess = lines(axes)["MegaTrain fast predicted"]
-    assert points(guess)[-1] == (8e9, pytest.approx(6 * 8e9 * 3276.8 / 1e12))
-    assert (to_hex(str(guess.get_markerfacecolor())), guess.get_linestyle()) == ("#ffffff", "--")
-    assert guess.get_markevery() == slice(1, None), "the measured point it starts from is not drawn hollow"
-    assert points(lines(axes)["ZeRO-3 wont_fit"]) == [(8e9, pytest.approx(0.035))]
-    assert [line.get_marker() for line in axes.lines if line.get_color() == style.ALARM] == ["+"]
-    assert legend(figure) == ["MegaTrain fast", "MegaTrain stream", "ZeRO-3", "predicted", "does not fit"]
-    assert axes.get_ylim()[0] == 0
-
-
-def scaled(batch: int, length: int, step_s: float, system: str = "megatrain", **fields: Any) -> Row:
-    tokens_per_s = batch * length / step_s
-    cell = f"{batch}x{length}{fields}"
-    return row(system, windows(step_s), batch_size=batch, seq_len=length, cell=cell, tokens_per_s=tokens_per_s, **fields)
-
-
-def test_throughput_has_a_panel_for_each_thing_that_varies() -> None:
-    rows = [scaled(batch, 1024, 0.5 + batch / 8) for batch in (2, 8, 32)]
-    rows += [scaled(32 * 1024 // length, length, 4.6) for length in (4096, 32768)]
-    figure = figure_of(throughput, [*rows, *size_rows()])
-    assert [axes.get_title(loc="left") for axes in figure.axes] == ["Model size", "Batch", "Context"]
-    assert figure.get_size_inches()[0] == style.PAGE_IN
-    batch, context = figure.axes[1:]
-    assert batch.get_xlabel() == "sequences a step\n(qwen2.5-3b, 1024 tokens each)"
-    assert batch.get_ylabel() == "tokens / s"
-    assert [x for x, _ in points(lines(batch)["MegaTrain"])] == [2, 8, 32]
-    assert context.get_xlabel() == "tokens a sequence\n(qwen2.5-3b, 32,768 tokens)"
-    assert [x for x, _ in points(lines(context)["MegaTrain"])] == [1024, 4096, 32768]
-    assert [context.xaxis.get_major_formatter()(value) for value in (1024, 32768)] == ["1K", "32K"]
-
-
-def many_studies() -> list[Row]:
-    """Three systems over size, depth, width, batch and context, as the ablations of conf measure them; the largest refused."""
-    sizes = {
-        "model_size": (0.494, 1.544, 3.4, 7.62, 14.8, 32.8, 72.7),
-        "depth": (7.62, 11.1, 14.5, 21.3, 32.5, 43.4),
-        "width": (1.95, 14.1, 18.9, 24.4, 37.6),
-    }
-    rows = []
-    for number, (system, preset) in enumerate((("megatrain", "stream"), ("megatrain", "fast"), ("zero3", None)), 1):
-        common: dict[str, Any] = {"preset": preset}
-        for study, billions in sizes.items():
-            for size in billions:
-                params = round(size * 1e9)
-                tflops = 300 / number * (1 - 0.1 * len(study) / 10)
-                step_s = 6 * params * 32768 / tflops / 1e12
-                fields: dict[str, Any] = {"experiment": study, "model": f"{study}{size}", "num_params": params}
-                fields |= {"cell": f"{study}{size}{system}{preset}", **common}
-                rows.append(row(system, windows(step_s), **fields) if size < 40 else row(system, status="wont_fit", **fields))
-        for batch in (2, 4, 8, 16, 32, 64, 96, 128, 192, 256):
-            rows.append(scaled(batch, 1024, number * (0.5 + batch / 8), system, experiment="batch_size", **common))
-        for length in (1024 << power for power in range(10)):
-            rows.append(scaled(max(1, 32768 // length), length, number * 4.0, system, experiment="context_length", **common))
-    return rows
-
-
-def test_a_line_of_throughput_joins_one_study_and_ticks_are_thinned() -> None:
-    size, batch, context = figure_of(throughput, many_studies()).axes
-    fast = [points(line) for line in size.lines if line.get_label() == "MegaTrain fast" and line.get_linestyle() != "None"]
-    assert [len(line) for line in fast] == [6, 5, 5], "model_size, depth (their largest have no room), width"
-    assert all(line == sorted(line) for line in fast)
-    for axes, ends in ((size, ("0.494", "72.7")), (batch, ("2", "256")), (context, ("1K", "512K"))):
-        named = [axes.xaxis.get_major_formatter()(value) for value in axes.xaxis.get_majorticklocs()]
-        assert (named[0], named[-1]) == ends
-        assert "" in named
-        assert len([name for name in named if name]) >= 4
-
-
-def test_points_of_several_studies_are_not_joined() -> None:
-    rows = [row("megatrain", windows(billions), experiment=f"h200_{billions}b", cell=str(billions), model=str(billions),
-                num_params=billions * 10**9) for billions in (3, 7)]  # fmt: skip
-    (axes,) = figure_of(throughput, rows).axes
-    line = lines(axes)["MegaTrain"]
-    assert [x for x, _ in points(line)] == [3e9, 7e9]
-    assert line.get_linestyle() == "None"
-
-
-def test_throughput_takes_the_fastest_measurement_and_no_ablations() -> None:
-    """Whatever was measured last: a slower host, a setting that did not help, a cell that found no room."""
-    old = scaled(2, 1024, 9.0, started_at="2026-11-01T00:00:00Z", git_commit="old")
-    new = scaled(2, 1024, 1.5, started_at="2026-12-01T00:00:00Z", git_commit="new")
-    refused = scaled(2, 1024, 1.0, started_at="2026-12-02T00:00:00Z", status="wont_fit")
-    wrong = scaled(2, 1024, 0.5, started_at="2026-12-03T00:00:00Z", agrees=False)
-    rows = [scaled(2, 1024, 1.0), scaled(8, 1024, 2.0), old, new, refused, wrong]
-    axes = figure_of(throughput, [*rows, *grid_rows()]).axes[0]
-    assert points(lines(axes)["MegaTrain"]) == [(2, pytest.approx(2048)), (8, pytest.approx(4096))]
-    assert set(lines(axes)) == {"MegaTrain"}
-
-
-def test_throughput_refuses_what_a_line_cannot_show() -> None:
-    with pytest.raises(ValueError, match="the same in all rows"):
-        figure_of(throughput, h200_rows())
-    with pytest.raises(ValueError, match="a line never spans two"):
-        figure_of(throughput, [*h200_rows(), *cpu_rows()])
+from tests.unit.test_analysis_figures import words
+from tests.unit.test_analysis_load import GIB, H200, cpu_rows, curve, h200_rows, row
 
 
 def test_a_study_of_scale_draws_every_cell_and_tells_its_systems_apart() -> None:
