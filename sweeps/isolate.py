@@ -115,6 +115,8 @@ def _watch(
                 event = json.loads(line)
                 if event["event"] not in ("step", "phase"):
                     outcome.events.append(event)
+                if event["event"] == "losses" and event["first_step"] == 0:  # every byte of training has been touched
+                    sampler.hurry()
                 on_event(event)
         elif child.poll() is not None:
             break  # a grandchild may hold the pipe open after the cell is gone

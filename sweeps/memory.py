@@ -112,6 +112,10 @@ class Sampler:
         self.peak_device_bytes: int | None = None
         self._pid, self._device, self._interval_s, self._due = pid, device, interval_s, 0.0
 
+    def hurry(self) -> None:
+        """Make a sample due: the tree has come to its full size, and a short run may end before the next one would be."""
+        self._due = 0.0
+
     def poll(self) -> dict[str, int | None] | None:
         """Sample if due: {"host_bytes", "device_bytes"} now, else None."""
         started = time.monotonic()

@@ -278,6 +278,19 @@ def test_what_was_measured_before_the_time_was_up_counts_and_the_row_says_what_d
     assert (found.status, found.reason.split(";")[0]) == ("ok", "after the measurement: killed after measure.timeout_s = 2 s")
 
 
+def test_memory_is_sampled_once_training_has_touched_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However rarely a process so large that each look at it takes long is sampled otherwise."""
+    monkeypatch.setattr("sweeps.memory.BACKOFF", 1e6)
+    body = """
+time.sleep(1)
+held = b'1' * 300_000_000
+os.write(fd, b'{"event": "losses", "first_step": 0}\\n')
+time.sleep(1)
+os.write(fd, b'{"event": "done"}\\n')
+"""
+    assert (isolated(tmp_path, monkeypatch, body).peak_host_bytes or 0) > 300_000_000
+
+
 def test_verdicts() -> None:
     assert verdict(torch.OutOfMemoryError("CUDA out of memory. Tried"))[0] == "oom_device"
     assert verdict(MemoryError())[0] == "oom_host"
