@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
@@ -22,8 +22,11 @@ from engine.plan import Widths
 from engine.recipe import Recipe
 from engine.schedule import Op
 
-LAYER_EFFICIENCY = {True: 0.81, False: 0.68}
-"""Compiled or not -> rate of a decoder layer over that of one large matrix product: 7B and 14B shapes, 32,768 tokens, one H200."""
+LAYER_EFFICIENCY = 0.88
+"""Rate of a decoder layer's products over that of one large matrix product: fitted, as the next, to 65 rows of 0.5B to 7B, H200
+(docs/log.md)."""
+LAYER_BANDWIDTH = 0.75
+"""Bandwidth that the layer's other kernels reach, over that of one large copy on the device."""
 HEAD_EFFICIENCY = 0.9
 """Rate of the output head's products over the same."""
 LOGIT_BYTES = {True: 4, False: 44}
@@ -34,8 +37,14 @@ UPDATE_BYTES = 26
 """Bytes a parameter of AdamW with the split master: 12 of weight, remainder and moments, read and written, and the gradient's 2."""
 WEIGHTS_BYTES = 18
 """The same of its first pass alone, which writes no moments."""
+ADAMW_SHARE = 0.85
+"""Rate of the CPU's AdamW in a run over that of the probe, which has the machine to itself: the same rows."""
 KEEP_SPEED = 3
 """Copying a gradient out of a shared slab on the CPU, in parameters a second over AdamW's: 26 bytes against 4, at torch's speed."""
+UPDATE_ROUNDS = 24
+"""Of the three kinds of update, about half a second: the mean of 9 varied by 30% from one process to the next on one machine."""
+COPY_ROUNDS = 8
+"""Of a product or a copy; the best of 3 was once in twenty times 40% too slow."""
 PROBE_NUMEL = 1 << 26
 PROBE_SIZE = 8192
 PROBE_BYTES = 1 << 28
@@ -90,14 +99,15 @@ def _probe(device: torch.device, num_threads: int, pinned: bool) -> Rates:
     state = BlockState(weight=weight, extra=extra, exp_avg=moments[0], exp_avg_sq=moments[1])
     optimizer = AdamW(Recipe(), num_threads=num_threads)
 
-    def updated(update: Callable[..., None]) -> float:  # not the fastest: what it does beside others' work is what counts
-        return PROBE_NUMEL / statistics.median(_times(lambda: update(state, gradient, step=0, scale=1.0), 9))
-
+    updates = [optimizer.step, optimizer.step_weights, optimizer.step_moments]
+    taken = _in_turns([partial(update, state, gradient, step=0, scale=1.0) for update in updates], UPDATE_ROUNDS)
+    # Not the fastest, nor the median: a run meets whatever else the machine does, and its step takes what updates take in the mean.
+    adamw, first, second = (PROBE_NUMEL / statistics.mean(times) for times in taken)
     return Rates(
         matmul_flops=2 * PROBE_SIZE**3 / synchronized(lambda: torch.matmul(a, a)),
-        adamw_params=updated(optimizer.step),
-        weights_params=updated(optimizer.step_weights),
-        moments_params=updated(optimizer.step_moments),
+        adamw_params=adamw,
+        weights_params=first,
+        moments_params=second,
         h2d_bytes=PROBE_BYTES / synchronized(lambda: here.copy_(host, non_blocking=True)),
         d2h_bytes=PROBE_BYTES / synchronized(lambda: host.copy_(here, non_blocking=True)),
         device_bytes=2 * PROBE_BYTES / synchronized(lambda: there.copy_(here)),
@@ -105,17 +115,18 @@ def _probe(device: torch.device, num_threads: int, pinned: bool) -> Rates:
 
 
 def _fastest(work: Callable[[], object]) -> float:
-    return min(_times(work, 3))
+    return min(_in_turns([work], COPY_ROUNDS)[0])
 
 
-def _times(work: Callable[[], object], repeats: int) -> list[float]:
-    """Seconds of each of so many repeats, after a first one that does not count."""
-    work()
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started)
+def _in_turns(works: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
+    """Seconds of each run of each, one after the other, round after round; a first round does not count."""
+    times: list[list[float]] = [[] for _ in works]
+    for counts in (False, *[True] * rounds):
+        for work, samples in zip(works, times, strict=True):
+            started = time.perf_counter()
+            work()
+            if counts:
+                samples.append(time.perf_counter() - started)
     return times
 
 
@@ -159,9 +170,9 @@ class Cost:
             if op.phase == "device_step":
                 return self._moved(UPDATE_BYTES * numel)
             rate = self.rates.weights_params if self.pipeline.two_passes else self.rates.adamw_params
-            return numel / rate * self._contention
+            return numel / (rate * ADAMW_SHARE) * self._contention
         if op.kind == "moments":
-            return numel / self.rates.moments_params
+            return numel / (self.rates.moments_params * ADAMW_SHARE)
         return 0.0
 
     @cached_property
@@ -179,8 +190,9 @@ class Cost:
         return 1 + (hosted * self.itemsize + evicted) / (hosted * update_bytes)
 
     def _compute(self, phase: str, num_params: int) -> float:
-        forward = self._products(2 * num_params + self._attention_flops)
-        backward = self._products(4 * num_params + 2.5 * self._attention_flops) + self._moved(FINISH_BYTES * num_params)
+        rest = self._moved(self._layer_bytes * self.tokens) / LAYER_BANDWIDTH
+        forward = self._products(2 * num_params + self._attention_flops) + rest
+        backward = self._products(4 * num_params + 2.5 * self._attention_flops) + 2 * rest + self._moved(FINISH_BYTES * num_params)
         if phase in ("forward", "forward_kept", "forward_offloaded", "recompute"):
             return forward
         if phase in ("backward_kept", "backward_offloaded"):
@@ -192,6 +204,18 @@ class Cost:
             return self._tail()
         embedding = 2 * self.itemsize * self.widths.hidden * self.tokens
         return self._moved(embedding + (phase == "embed_backward") * FINISH_BYTES * num_params)
+
+    @cached_property
+    def _layer_bytes(self) -> int:
+        """Device memory a token that a layer's forward reads and writes outside of its products and attention.
+
+        Eager: each norm goes through fp32 (36 bytes a value of the hidden state), each sum with the residual takes 6; the
+        rotation of a query or key value 20; the gated MLP's activation and product 10. Compiled: 10, 4 and 6, each read and
+        written once. A backward moves twice as much.
+        """
+        w = self.widths
+        hidden, rotated, gated = (20, 4, 6) if self.compiled else (84, 20, 10)
+        return hidden * w.hidden + rotated * (w.queries + w.keys) + gated * w.inner
 
     @property
     def _attention_flops(self) -> float:
@@ -206,7 +230,7 @@ class Cost:
         return products + self._moved(LOGIT_BYTES[self.compiled] * self.widths.vocab * self.tokens + sums)
 
     def _products(self, flops_per_token: float) -> float:
-        return flops_per_token * self.tokens / (self.rates.matmul_flops * LAYER_EFFICIENCY[self.compiled])
+        return flops_per_token * self.tokens / (self.rates.matmul_flops * LAYER_EFFICIENCY)
 
     def _moved(self, num_bytes: float) -> float:
         return num_bytes / self.rates.device_bytes

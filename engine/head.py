@@ -60,4 +60,5 @@ def loss_and_gradients(
         grad_hidden[part] = grads[0]
         add(grads[1:])
         total += loss.detach()
+        del grads  # the head's own, as large as its weights, would be alive beside the next chunk's logits
     return total, grad_hidden

@@ -51,7 +51,8 @@ class Template:
         self._pull = torch.compile(self._plain_pull, dynamic=False)
 
     def _plain(self, weights: dict[str, torch.Tensor], hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return functional_call(self.module, weights, (hidden, *args), kwargs)
+        # A template's parameters are never tied (__init__ makes each anew); looking for ties would take longer than the call.
+        return functional_call(self.module, weights, (hidden, *args), kwargs, tie_weights=False)
 
     def _plain_pull(
         self,

@@ -2,7 +2,10 @@
 
 import itertools
 import re
+import weakref
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -170,13 +173,22 @@ def test_tied_embeddings_are_one_parameter_moved_once(models):
 
 
 def test_one_chunk_of_logits_is_alive_at_a_time(models):
-    """The published code keeps every chunk's logits; here the largest live logits tensor and their number are one chunk's."""
+    """The published code keeps every chunk's logits; here the largest live logits tensor and their number are one chunk's.
+
+    Nor are the gradients of the chunk before, one of which has the head's size, alive beside them.
+    """
     model, batch = models[torch.float32], make_batch(0, rows=4)
     engine = make_engine(model, batch=batch, loss_chunk=16)
     sizes, alive, peak = [], [0], [0]
-    inner = engine._decoder.logits
+    inner, executor, added = engine._decoder.logits, engine._executor, list[Any]()
+    add = executor._add_outer
+
+    def adding(grads: Sequence[torch.Tensor | None]) -> None:
+        added.extend(weakref.ref(grad) for grad in grads if grad is not None)
+        add(grads)
 
     def logits(hidden: torch.Tensor) -> torch.Tensor:
+        assert not [one for one in added if one() is not None]
         output = inner(hidden)
         sizes.append(output.shape[:-1].numel())
         alive[0] += 1
@@ -184,9 +196,10 @@ def test_one_chunk_of_logits_is_alive_at_a_time(models):
         output.grad_fn.register_hook(lambda *_: alive.__setitem__(0, alive[0] - 1))
         return output
 
-    engine._decoder.logits = logits
+    engine._decoder.logits, executor._add_outer = logits, adding
     engine.train_step(batch)
     assert sizes == [16] * 4
+    assert added
     assert peak[0] == 1
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.cost import LAYER_EFFICIENCY, UPDATE_BYTES, WEIGHTS_BYTES, Cost, Rates
+from engine.cost import ADAMW_SHARE, LAYER_EFFICIENCY, UPDATE_BYTES, WEIGHTS_BYTES, Cost, Rates
 from engine.host import HostSpec
 from engine.layout import Layout, pack
 from engine.pipeline import Pipeline
@@ -18,10 +18,10 @@ from engine.timeline import Interval, last_step, simulate, window_s
 NUMEL, TOKENS = 1 << 20, 100
 WIDTHS = Widths(hidden=1, inner=1, queries=0, keys=0, vocab=1, heads=1)
 RATES = Rates(
-    matmul_flops=2 * NUMEL * TOKENS / 0.01 / LAYER_EFFICIENCY[False],
-    adamw_params=NUMEL / 0.02,
-    weights_params=NUMEL / 0.012,
-    moments_params=NUMEL / 0.02,
+    matmul_flops=2 * NUMEL * TOKENS / 0.01 / LAYER_EFFICIENCY,
+    adamw_params=NUMEL / 0.02 / ADAMW_SHARE,
+    weights_params=NUMEL / 0.012 / ADAMW_SHARE,
+    moments_params=NUMEL / 0.02 / ADAMW_SHARE,
     h2d_bytes=1e15,
     d2h_bytes=1e15,
     device_bytes=1e15,
@@ -67,7 +67,7 @@ def test_late_moments_leave_the_weights_alone_to_wait_for():
     # 10 x 12 ms, then 8 x (10 + 20) ms backward, with 10 x 20 ms of moments beside them.
     weights = 0.120 * (1 + 2 / WEIGHTS_BYTES)
     assert step_s(replace(PIPELINE, late_moments=True)) == pytest.approx(weights + 0.240, rel=1e-3)
-    slow = replace(RATES, moments_params=NUMEL / 0.05)  # 10 x 50 ms: the backward waits for its slabs instead
+    slow = replace(RATES, moments_params=NUMEL / 0.05 / ADAMW_SHARE)  # 10 x 50 ms: the backward waits for its slabs instead
     assert step_s(replace(PIPELINE, late_moments=True), slow) == pytest.approx(weights + 10 * 0.050, rel=1e-3)
 
 
