@@ -1,7 +1,7 @@
 """A row of the frame as a cell of a study: what was run, how fast it was or would be, and what it is called.
 
-Invariant: a cell is a measurement only if its row has a speed; a row without one that carries a predicted step is a prediction and
-stays one. Repeats of one configuration are one cell.
+Invariant: a cell is a measurement only if its row has a speed; one refused for lack of room that carries a predicted step is a
+prediction and stays one; one that was run and failed is neither. Repeats of one configuration are one cell.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def cell_of(record: Mapping[Hashable, Any]) -> Cell:
     # Windows include their drains; older rows have the steady step alone.
     step_s = standing.plan.get("window_step_s") or standing.plan.get("step_s")
     shape = int(record["batch_size"]), int(record["seq_len"])
-    predicted = Estimate(value=shape[0] * shape[1] / step_s, num_samples=0) if step_s and not standing.measured else None
+    predicted = Estimate(value=shape[0] * shape[1] / step_s, num_samples=0) if step_s and standing.status == "wont_fit" else None
     return Cell(
         standing=standing,
         experiment=str(record["experiment"]),

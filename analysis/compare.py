@@ -7,6 +7,7 @@ ranked. Where no reference ran at all, speeds are ranked and the note says that 
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,8 @@ BASELINE = "zero3"
 AS_IT_IS = (None, "compiled", "tuned")
 """Presets that leave a system what its name says: its defaults, compiled or not, and what sweeps/tuner.py found."""
 Number = TypeVar("Number", int, float)
+REFUSAL = re.compile(r"needs ([\d,]+) bytes of (\w+) memory, allowed ([\d,]+)")
+"""What sweeps/cell.py says of a cell without room."""
 CPU_NOTE = "CPU speeds prove wiring and numerics; they say nothing about GPUs."
 
 
@@ -94,6 +97,14 @@ class Standing:
         """The status in the words of figures and tables."""
         return "not measured" if self.status == "ok" and self.speed is None else STATUS_LABELS.get(self.status, self.status)
 
+    @property
+    def why(self) -> str:
+        """The reason in short: of a refusal what is needed and allowed, of torch's allocator what it was asked for."""
+        if refused := REFUSAL.search(self.reason):
+            needed, kind, allowed = refused.groups()
+            return f"needs {_gb(needed)} of {kind} memory, allowed {_gb(allowed)}"
+        return self.reason.partition(" GPU 0 has a total capacity")[0]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
@@ -158,12 +169,14 @@ def sentence(comparison: Comparison) -> str:
     return f"{best.label} is the fastest: {interval_text(quotient)} as fast as {over.label} ({against})."
 
 
+def _gb(num_bytes: str) -> str:
+    return f"{int(num_bytes.replace(',', '')) / 1e9:,.1f} GB"
+
+
 def notes(comparison: Comparison) -> list[str]:
     """What a reader must know beside the table: failures with reasons, disagreements, caveats, missing checks, CPU runs."""
     told = [
-        f"{one.label}: {one.status_label}{f': {one.reason}' if one.reason else ''}"
-        for one in comparison.standings
-        if not one.measured
+        f"{one.label}: {one.status_label}{f': {one.why}' if one.reason else ''}" for one in comparison.standings if not one.measured
     ]
     told += [
         f"{one.label}: numerics differ from the reference{_by(one)}; not ranked" for one in comparison.standings if one.differs

@@ -138,7 +138,7 @@ class Study:
         told = []
         for one in self.cells:
             mine, name = one.standing, self.name_of(one) if self.scale else ", ".join(self.words(one).values())
-            why = f": {mine.reason}" if mine.reason else ""
+            why = f": {mine.why}" if mine.reason else ""
             told += [f"{name}: {mine.status_label}{why}"] if why or not mine.measured else []
             told += [f"{name}: numerics differ from the reference; not compared"] if mine.differs else []
             told += [f"{name}: {mine.caveat}"] if mine.measured and mine.caveat else []

@@ -96,6 +96,20 @@ def test_a_prediction_is_never_a_measurement() -> None:
     assert found[3, 3].predicted is None
     measured = row("megatrain", [1.0], plan={"step_s": 0.5})
     assert study([measured]).cells[0].predicted is None
+    failed = row("megatrain", status="oom_host", reason="killed", plan={"step_s": 4.096})
+    assert study([failed]).cells[0].drawn is None, "it was run, and that is what it came to"
+
+
+def test_notes_say_in_short_why_there_is_no_room() -> None:
+    refusal = "model: got 7b, which needs 198,006,029,312 bytes of host memory, allowed 137,438,953,472; choose a smaller model"
+    full = "CUDA out of memory. Tried to allocate 1.02 GiB. GPU 0 has a total capacity of 139.80 GiB of which"
+    rows = size_rows()
+    rows[2] = dataclasses.replace(rows[2], reason=refusal)
+    rows[5] = dataclasses.replace(rows[5], status="oom_device", reason=full)
+    assert study(rows).notes[:2] == [
+        "MegaTrain fast at 8.00B parameters: does not fit: needs 198.0 GB of host memory, allowed 137.4 GB",
+        "MegaTrain stream at 8.00B parameters: OOM (device): CUDA out of memory. Tried to allocate 1.02 GiB.",
+    ]
 
 
 def test_a_prediction_is_of_the_windows_as_they_are_measured() -> None:
