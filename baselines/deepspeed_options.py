@@ -39,11 +39,11 @@ class Zero3Options(DeepSpeedOptions):
     """Options of `Zero3`."""
 
     offload_param: bool = True
-    """Weights in host memory; false keeps the weights in the compute dtype on the device."""
+    """Weights in host memory; false keeps them on the device alone, where the CPU's updates arrive through pageable memory."""
     prefetch_bucket_size: int = at_least(ONE_LAYER, ONE_LAYER)
     """Parameters fetched ahead of use, never beyond max_live_parameters: 0 none, -1 as many as one decoder layer has."""
     param_persistence_threshold: int = at_least(0, 100_000)
-    """Parameters smaller than this stay on the device: the norms and biases."""
+    """Parameters up to this size stay on the device and are fetched once a step, after the update: the norms and biases."""
     max_live_parameters: int = 1_000_000_000
     """Parameters on the device at a time, before the module in use asks for its own."""
     max_reuse_distance: int = at_least(0, 1_000_000_000)

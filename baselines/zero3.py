@@ -71,8 +71,9 @@ class Zero3:
         count, options = count_params(self.spec.model), self.options
         assert isinstance(options, Zero3Options)
         total, itemsize = count.total, self.spec.dtype.itemsize
-        # Live weights: what is in use, what is kept for reuse, what is fetched ahead.
-        fetched = min(total, max(options.max_live_parameters, count.largest) + count.largest_layer)
+        # Live weights: what stays, what is in use, what is kept for reuse, what is fetched ahead.
+        persistent = sum(size for size in footprint.parameter_sizes(self.spec.model) if size <= options.param_persistence_threshold)
+        fetched = min(total, persistent + max(options.max_live_parameters, count.largest) + count.largest_layer)
         # The bucket, the second that overlap_comm asks for, the outer gradients beside them; leaf modules hand over whole layers.
         gradients = (1 + options.overlap_comm) * options.reduce_bucket_size + count.largest
         gradients += count.largest_layer if options.compile else 0

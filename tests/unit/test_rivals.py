@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 import shutil
@@ -57,6 +58,41 @@ def test_sub_groups_are_those_that_deepspeed_makes():
     finally:
         system.close()
     assert sub_groups(spec.model, 10**9) == [num_params(spec.model)]
+
+
+@pytest.mark.parametrize(("preset", "kept"), [("zero3_optimizer", True), ("zero3", False)])
+def test_the_optimizer_preset_fetches_every_parameter_once_a_step(monkeypatch, preset, kept):
+    """After the update, and not in the forward or the backward. The first step records in which order parameters are used."""
+    from deepspeed.runtime.zero import partition_parameters
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    fetched = []
+
+    def noting(kind):
+        def fetch(params):
+            fetched.extend(params if isinstance(params, list) else [params])
+            return kind(params)
+
+        return fetch
+
+    for name in ("NoGatherHandle", "NoGatherCoalescedHandle"):
+        monkeypatch.setattr(partition_parameters, name, noting(getattr(partition_parameters, name)))
+    spec = parity.make_spec(torch.bfloat16)
+    options = {} if kept else {"param_persistence_threshold": 0, "max_reuse_distance": 0}  # a tiny model is within the defaults
+    with parity.running(preset, dataclasses.replace(spec, options=options)) as system:
+        parity.train(system, spec, range(3))
+        fetched.clear()
+        parity.train(system, spec, range(3, 4))
+        statuses = {param.ds_status for _, param in system._named}
+        assert (len(fetched) == len(system._named)) == kept
+        assert statuses == {ZeroParamStatus.AVAILABLE if kept else ZeroParamStatus.NOT_AVAILABLE}
+
+
+def test_plan_of_parameters_that_stay_on_the_device_has_them_in_both_places():
+    spec = make_spec(QWEN_14B, param_persistence_threshold=10**12)
+    plan, total = build("zero3", spec).plan(), num_params(spec.model)
+    assert plan.device["weights"] == plan.host["weights"] == 2 * total
+    assert build("zero3", make_spec(QWEN_14B)).plan().device["weights"] < 0.2 * total
 
 
 def test_the_ratio_counts_sub_groups():
