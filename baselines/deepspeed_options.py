@@ -20,6 +20,10 @@ from baselines.system import ModelSpec, SystemSpec
 
 ONE_LAYER = -1
 """`prefetch_bucket_size` that stands for the parameters of the largest decoder layer."""
+SMALLEST = 0.0
+"""`offload_ratio` that stands for the smallest that has room."""
+USABLE = 0.94
+"""Share of the device's memory that the smallest ratio fills, as much as the engine's placement does."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,8 +54,9 @@ class Zero3Options(DeepSpeedOptions):
     """A parameter that is used again within this many others is not released."""
     sub_group_size: int = 1_000_000_000
     """Parameters that the CPU optimizer takes at a time."""
-    offload_ratio: float = share(1.0)
-    """Share of the sub-groups that the CPU updates; state of the others stays on the device and is updated there (Twin-Flow)."""
+    offload_ratio: float = share(1.0, chosen=True)
+    """Share of the sub-groups that the CPU updates; state of the others stays on the device and is updated there (Twin-Flow). 0 is
+    the smallest share with which the plan has room on the device."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +67,7 @@ class SuperOffloadOptions(Zero3Options):
     overlap_comm: bool = False
     reduce_bucket_size: int = 400_000_000
     sub_group_size: int = 400_000_000
-    offload_ratio: float = share(0.9)
+    offload_ratio: float = share(0.9, chosen=True)
     cpu_share: float = share(0.9, whole=False)
     """Share of the cores that the process of the optimizer runs on; the training process keeps the others."""
     clip: bool = False
@@ -122,6 +127,17 @@ def sub_groups(model: ModelSpec, sub_group_size: int) -> list[int]:
 def on_device(groups: Sequence[int], offload_ratio: float) -> list[int]:
     """The sub-groups that are not offloaded: the first, in number and not in size (as stage3.py counts them)."""
     return list(groups[: int((1 - offload_ratio) * len(groups))])
+
+
+def state_on_device(groups: Sequence[int]) -> int:
+    """Bytes of the state of these sub-groups on the device: master, moments, fp32 gradients, and what its AdamW takes at a time."""
+    return 16 * sum(groups) + 4 * max(groups, default=0)
+
+
+def smallest_ratio(groups: Sequence[int], room: int) -> float:
+    """The ratio under which as many sub-groups as have `room` (bytes) stay on the device; the last stays on the host."""
+    kept = max(count for count in range(len(groups)) if count == 0 or state_on_device(groups[:count]) <= room)
+    return 1 - (kept + 0.5) / len(groups)  # between two numbers of sub-groups, for `on_device` rounds down
 
 
 def deepspeed_config(spec: SystemSpec, options: DeepSpeedOptions) -> dict[str, Any]:

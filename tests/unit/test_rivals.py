@@ -13,13 +13,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from baselines.deepspeed_options import SuperOffloadOptions, ZenFlowOptions, Zero3Options, deepspeed_config, on_device, sub_groups
+from baselines.deepspeed_options import (
+    SuperOffloadOptions,
+    ZenFlowOptions,
+    Zero3Options,
+    deepspeed_config,
+    on_device,
+    smallest_ratio,
+    sub_groups,
+)
 from baselines.model import initial_weights, num_params
 from baselines.system import ModelSpec, Shape, SystemSpec, Unsupported, build
 from engine import Recipe
 from tests.parity import test_baseline_parity as parity
 from tests.unit.test_baselines_model import TINY
 from tests.unit.test_baselines_systems import QWEN_14B, without
+from tests.unit.test_sweeps_config import composed
 
 CUDA_ONLY = ["superoffload", "torchao_offload", "published_megatrain"]
 
@@ -99,6 +108,22 @@ def test_the_ratio_counts_sub_groups():
     assert on_device([5, 4, 3, 2, 1], 0.6) == [5, 4]
     assert on_device([5, 4, 3, 2, 1], 1.0) == []
     assert on_device([5], 0.1) == []
+
+
+@pytest.mark.parametrize(("room", "kept"), [(0, 0), (99, 0), (100, 1), (163, 1), (164, 2), (10**9, 4)])
+def test_the_smallest_ratio_fills_the_room_but_for_the_last_sub_group(room, kept):
+    groups = [5, 4, 3, 2, 1]
+    assert on_device(groups, smallest_ratio(groups, room)) == groups[:kept]
+
+
+def test_the_twinflow_preset_fills_the_device_it_plans_for():
+    memory, total = 140 * 10**9, num_params(make_spec(QWEN_14B).model)
+    options = composed("system=zero3_twinflow").options
+    spec = dataclasses.replace(make_spec(QWEN_14B, **options), device_memory=memory)
+    plan = build("zero3", spec).plan()
+    assert plan.device["weights"] == 2 * total
+    assert 0.9 * memory < plan.device_bytes <= 0.94 * memory
+    assert "optimizer" not in build("zero3", dataclasses.replace(spec, device_memory=50 * 10**9)).plan().device
 
 
 def test_twinflow_moves_optimizer_state_from_host_to_device():
