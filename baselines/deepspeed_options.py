@@ -61,14 +61,13 @@ class Zero3Options(DeepSpeedOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SuperOffloadOptions(Zero3Options):
-    """Options of `SuperOffload`; sizes and shares are those of its authors' examples (DeepSpeedExamples)."""
+    """Options of `SuperOffload`: sizes of its authors' examples (DeepSpeedExamples), the rest for a GPU on PCIe."""
 
-    offload_param: bool = False
     overlap_comm: bool = False
     reduce_bucket_size: int = 400_000_000
+    param_persistence_threshold: int = at_least(0, 1_000_000_000_000)
     sub_group_size: int = 400_000_000
-    offload_ratio: float = share(0.9, chosen=True)
-    cpu_share: float = share(0.9, whole=False)
+    cpu_share: float = share(0.75, whole=False)
     """Share of the cores that the process of the optimizer runs on; the training process keeps the others."""
     clip: bool = False
     """Clip as the recipe asks, exactly: then no update starts before the backward is over. False trains without clipping."""

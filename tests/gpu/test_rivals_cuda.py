@@ -38,7 +38,8 @@ CASES = {
     "zero3_twinflow filling the device": ("zero3", {"offload_ratio": 0, "offload_param": False, **SMALL}, 1.0),
     "superoffload": ("superoffload", SMALL, 0.0),
     "superoffload clipped": ("superoffload", {"clip": True, **SMALL}, 1.0),
-    "superoffload twinflow": ("superoffload", {"offload_ratio": 0.5, "offload_param": True, **SMALL}, 0.0),
+    "superoffload twinflow": ("superoffload", {"offload_ratio": 0.5, **SMALL}, 0.0),
+    "superoffload of its authors": ("superoffload", {"offload_ratio": 0.9, "offload_param": False, "cpu_share": 0.9, **SMALL}, 0.0),
     "zero_infinity": ("zero_infinity", {"sub_group_size": 400_000}, 1.0),
     "torchao_offload": ("torchao_offload", {}, 0.0),
 }

@@ -66,7 +66,7 @@ def test_bad_values_are_one_line(name, options):
         ("zero2", {"pin_memory": None}, "true or false"),
         ("zero3", {"offload_ratio": -0.1}, "0, or a number above 0 and up to 1; the default is 1.0"),
         ("zero3", {"offload_ratio": True}, "0, or a number above 0 and up to 1"),
-        ("superoffload", {"cpu_share": 1}, "a number above 0 and below 1; the default is 0.9"),
+        ("superoffload", {"cpu_share": 1}, "a number above 0 and below 1; the default is 0.75"),
         ("zero2", {"sub_group_size": 1000}, "preset, activation_checkpointing, .*; remove it"),
     ],
 )

@@ -146,25 +146,20 @@ def test_state_that_deepspeed_does_not_save_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_superoffload_is_configured_as_its_authors_do():
+def test_superoffload_is_configured_for_a_host_on_pcie():
     zero = deepspeed_config(make_spec(), SuperOffloadOptions())["zero_optimization"]
     assert zero["stage"] == 3
-    assert "offload_param" not in zero
+    assert zero["offload_param"] == {"device": "cpu", "pin_memory": True}
+    assert zero["stage3_param_persistence_threshold"] > num_params(make_spec(QWEN_14B).model)
     assert zero["sub_group_size"] == zero["reduce_bucket_size"] == 400_000_000
-    assert zero["offload_optimizer"] == {
-        "device": "cpu",
-        "pin_memory": True,
-        "ratio": 0.9,
-        "super_offload": True,
-        "cpuadam_cores_perc": 0.9,
-    }
+    assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True, "super_offload": True, "cpuadam_cores_perc": 0.75}
 
 
 def test_deepspeed_takes_the_configurations():
     """DeepSpeed's own validation knows every key, and means by it what we mean."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    for options in (SuperOffloadOptions(), Zero3Options(offload_ratio=0.8)):
+    for options in (SuperOffloadOptions(offload_ratio=0.9), Zero3Options(offload_ratio=0.8)):
         zero = DeepSpeedZeroConfig(**deepspeed_config(make_spec(), options)["zero_optimization"])
         assert zero.offload_optimizer.ratio == options.offload_ratio
         assert zero.offload_optimizer.super_offload is isinstance(options, SuperOffloadOptions)
@@ -182,29 +177,32 @@ def test_superoffload_says_that_it_does_not_clip(clip_norm, clip, clipped):
 
 
 def test_superoffload_plan_at_14b():
-    spec = make_spec(QWEN_14B, offload_ratio=1.0)
+    spec = make_spec(QWEN_14B)
     total = num_params(spec.model)
     plan = build("superoffload", spec).plan()
     assert plan.device["weights"] == 2 * total
+    assert "optimizer" not in plan.device
     assert {kind: size / total for kind, size in plan.host.items() if kind != "staging"} == {
-        "weights": 0,
+        "weights": 2,
         "master": 4,
         "moments": 8,
         "gradients": 6,
     }
     assert 4 < plan.host["staging"] / total < 10
-    unpinned = build("superoffload", make_spec(QWEN_14B, offload_ratio=1.0, pin_memory=False)).plan()
+    unpinned = build("superoffload", make_spec(QWEN_14B, pin_memory=False)).plan()
     assert unpinned.host["staging"] < 0.25 * total
-    assert build("superoffload", make_spec(QWEN_14B)).plan().device["optimizer"] > 16 * 0.05 * total
+    on_the_device = build("superoffload", make_spec(QWEN_14B, offload_param=False, offload_ratio=0.9)).plan()
+    assert on_the_device.host["weights"] == 0
+    assert on_the_device.device["weights"] == 2 * total
+    assert on_the_device.device["optimizer"] > 16 * 0.05 * total
 
 
 @pytest.mark.parametrize(("name", "least"), [("superoffload", 8), ("zenflow", 16)])
 def test_shared_memory_is_checked_before_anything_is_allocated(monkeypatch, name, least):
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=16384, f_frsize=4096))
     needed = least * num_params(make_spec(QWEN_14B).model)
-    options = {"offload_ratio": 1.0} if name == "superoffload" else {}
     with pytest.raises(Unsupported, match=rf"shares {needed:,} bytes between .* and /dev/shm has 67,108,864 free; enlarge"):
-        build(name, make_spec(QWEN_14B, **options)).setup([])
+        build(name, make_spec(QWEN_14B)).setup([])
 
 
 def test_zenflow_is_configured_as_its_authors_do_and_deepspeed_takes_it():
