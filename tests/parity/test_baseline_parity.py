@@ -208,10 +208,11 @@ def test_activation_checkpointing_does_not_change_the_losses(name):
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
-def test_fsdp2_accumulates_on_the_device_alike():
+@pytest.mark.parametrize("option", ["accumulate_on_device", "reshard_after_forward"])
+def test_what_fsdp2_keeps_on_the_device_does_not_change_the_losses(option):
     losses = []
-    for on_device in (True, False):
-        spec = make_spec(num_micro_batches=4, accumulate_on_device=on_device)
+    for value in (True, False):
+        spec = make_spec(num_micro_batches=4, **{option: value})
         with running("fsdp2", spec) as system:
             losses.append(train(system, spec, range(4)))
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)

@@ -166,6 +166,9 @@ def test_plan_counts_what_the_options_change():
     weights = device_bytes("zero3", offload_param=False)["weights"]
     total = num_params(make_spec(config).model)
     assert weights == 2 * total
+    count = count_params(make_spec(config).model)
+    resharded, gathered = (device_bytes("fsdp2", reshard_after_forward=after)["weights"] for after in (True, False))
+    assert gathered - resharded == 2 * (count.in_layers - 2 * count.largest_layer)
     two_buckets, one_bucket = (device_bytes("zero2", overlap_comm=overlap)["gradients"] for overlap in (True, False))
     assert two_buckets - one_bucket == 2 * 500_000_000
     shape = Shape(batch_size=32, seq_len=1024, num_micro_batches=2)
