@@ -14,14 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from analysis.load import shown_preset
 from baselines import distributed
 from baselines.common import parse_options, whole_directory
 from baselines.deepspeed_setup import sole_builder
 from baselines.model import count_params, num_params
 from baselines.system import REGISTRY, ModelSpec, Shape, SystemSpec, Unsupported, build
 from engine import Recipe, layer_activation_bytes
+from tests.unit.test_analysis_load import row
 from tests.unit.test_baselines_model import TINY
-from tests.unit.test_sweeps_config import composed
+from tests.unit.test_sweeps_config import GROUPS, composed
 
 QWEN_14B = {
     "hidden_size": 5120,
@@ -104,6 +106,15 @@ def test_the_yaml_of_a_baseline_says_its_defaults(name):
     module, attribute = REGISTRY[name].split(":")
     kind = getattr(importlib.import_module(module), attribute).options_class
     assert parse_options(kind, composed(f"system={name}").options) == kind()
+
+
+@pytest.mark.parametrize("name", [name for name in GROUPS["system"] if name.endswith("_compiled")])
+def test_a_compiled_preset_is_its_system_compiled_and_is_labelled_so_once(name):
+    plain, compiled = composed(f"system={name.removesuffix('_compiled')}"), composed(f"system={name}")
+    assert compiled.options == {**plain.options, "compile": True}
+    assert compiled.hash == composed(f"system={plain.system}", "system.compile=true").hash
+    presets = [shown_preset(row(cell.system, [1.0], config=cell.config)) for cell in (plain, compiled)]
+    assert presets == [None, "compiled"]
 
 
 def test_bad_dtype_and_system():
