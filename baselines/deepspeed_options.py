@@ -80,8 +80,16 @@ class InfinityOptions(Zero3Options):
     sub_group_size: int = 100_000_000
     nvme_path: str | None = word("the path of a folder")
     """Folder on a local disk that the optimizer state is written to: 16 bytes a parameter."""
-    buffer_count: int = at_least(4, 4)
-    """Pinned buffers of one sub-group's fp32 each: master, two moments and gradients take four."""
+    pipeline: bool = True
+    """Read the next sub-group and write the last beside the update of one; three are in memory then."""
+    buffer_count: int = at_least(4, 12)
+    """Pinned buffers of one sub-group's fp32 each: master, two moments and gradients take four, of every sub-group in memory."""
+    io_block_size: int = 1 << 20
+    """Bytes of one request to the disk."""
+    io_queue_depth: int = 32
+    """Requests under way at a time, in each thread."""
+    io_threads: int = 8
+    """Threads that one read or write is divided among."""
 
     def within(self, folder: Path) -> InfinityOptions:
         """The same, writing to `folder`."""
@@ -156,8 +164,13 @@ def deepspeed_config(spec: SystemSpec, options: DeepSpeedOptions) -> dict[str, A
         if options.offload_ratio < 1:
             zero["offload_optimizer"] = offload | {"ratio": options.offload_ratio}
     if isinstance(options, InfinityOptions):
-        disk = {"device": "nvme", "nvme_path": options.nvme_path, "buffer_count": options.buffer_count}
-        zero["offload_optimizer"] = zero["offload_optimizer"] | disk
+        zero["offload_optimizer"] = zero["offload_optimizer"] | {
+            "device": "nvme",
+            "nvme_path": options.nvme_path,
+            "buffer_count": options.buffer_count,
+            "pipeline_read": options.pipeline,
+            "pipeline_write": options.pipeline,
+        }
     if isinstance(options, SuperOffloadOptions):
         zero["offload_optimizer"] = zero["offload_optimizer"] | {"super_offload": True, "cpuadam_cores_perc": options.cpu_share}
     if isinstance(options, ZenFlowOptions):
@@ -172,9 +185,21 @@ def deepspeed_config(spec: SystemSpec, options: DeepSpeedOptions) -> dict[str, A
         "steps_per_print": None,
         "wall_clock_breakdown": False,
     }
+    if isinstance(options, InfinityOptions):
+        config["aio"] = _asynchronous_io(options)
     if isinstance(options, ZenFlowOptions):  # it makes a second optimizer of the same settings
         config["optimizer"] = {"type": "AdamW", "params": adamw_settings(spec.recipe)}
     return config
+
+
+def _asynchronous_io(options: InfinityOptions) -> dict[str, Any]:
+    return {
+        "block_size": options.io_block_size,
+        "queue_depth": options.io_queue_depth,
+        "intra_op_parallelism": options.io_threads,
+        "single_submit": False,  # many requests a system call
+        "overlap_events": True,  # submits while others are under way
+    }
 
 
 def _zenflow(options: ZenFlowOptions) -> dict[str, Any]:

@@ -354,14 +354,20 @@ def test_zero_infinity_removes_what_dead_processes_left(tmp_path):
 
 
 def test_zero_infinity_is_taken_by_deepspeed_and_its_plan_has_no_optimizer_state(tmp_path):
+    from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     spec = make_spec(QWEN_14B, nvme_path=str(tmp_path))
     system = build("zero_infinity", spec)
-    offload = DeepSpeedZeroConfig(**deepspeed_config(spec, system.options)["zero_optimization"]).offload_optimizer
-    assert (offload.device, offload.nvme_path, offload.buffer_count) == ("nvme", tmp_path / f"zero-infinity-{os.getpid()}", 4)
+    config = deepspeed_config(spec, system.options)
+    offload = DeepSpeedZeroConfig(**config["zero_optimization"]).offload_optimizer
+    assert (offload.device, offload.nvme_path, offload.buffer_count) == ("nvme", tmp_path / f"zero-infinity-{os.getpid()}", 12)
+    assert offload.pipeline_read
+    assert offload.pipeline_write
+    assert {"use_gds": False, **config["aio"]} == get_aio_config(config)
+    assert (config["aio"]["queue_depth"], config["aio"]["intra_op_parallelism"]) == (32, 8)
     host, total = system.plan().host, num_params(spec.model)
     assert (host["weights"], host["gradients"]) == (2 * total, 2 * total)
     assert {"master", "moments"}.isdisjoint(host)
-    assert host["staging"] < 2 * total
+    assert host["staging"] < 4 * total
     assert system.caveat == "optimizer state on a disk, whose speed this is"
