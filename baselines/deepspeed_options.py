@@ -91,6 +91,13 @@ class InfinityOptions(Zero3Options):
     io_threads: int = 8
     """Threads that one read or write is divided among."""
 
+    def __post_init__(self) -> None:
+        if self.pipeline and self.buffer_count < 12:
+            raise ValueError(
+                f"system.buffer_count: got {self.buffer_count}, allowed an integer >= 12 where system.pipeline has three "
+                "sub-groups in memory; raise it or set system.pipeline=false"
+            )
+
     def within(self, folder: Path) -> InfinityOptions:
         """The same, writing to `folder`."""
         return dataclasses.replace(self, nvme_path=str(folder))
