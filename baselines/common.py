@@ -26,9 +26,9 @@ def at_least(least: int, default: int) -> Any:
     return dataclasses.field(default=default, metadata={"least": least})
 
 
-def share(default: float, *, whole: bool = True) -> Any:
-    """A field of options that is a number above 0 and up to 1; below 1 unless `whole`."""
-    return dataclasses.field(default=default, metadata={"whole": whole})
+def share(default: float, *, whole: bool = True, chosen: bool = False) -> Any:
+    """A field of options that is a number above 0 and up to 1; below 1 unless `whole`. `chosen`: or 0, which leaves the choice."""
+    return dataclasses.field(default=default, metadata={"whole": whole, "chosen": chosen})
 
 
 def word(what: str) -> Any:
@@ -71,9 +71,10 @@ def _refusal(field: Any, value: Any) -> str | None:
     if isinstance(field.default, bool):
         return None if isinstance(value, bool) else "true or false; choose one of these"
     if isinstance(field.default, float):
-        whole = field.metadata["whole"]
-        fine = number and (0 < value < 1 or (whole and value == 1))
-        return None if fine else f"a number above 0 and {'up to' if whole else 'below'} 1; the default is {field.default}"
+        whole, chosen = field.metadata["whole"], field.metadata["chosen"]
+        fine = number and (0 < value < 1 or (whole and value == 1) or (chosen and value == 0))
+        first = "0, or a" if chosen else "a"
+        return None if fine else f"{first} number above 0 and {'up to' if whole else 'below'} 1; the default is {field.default}"
     least = field.metadata.get("least", 1)
     fine = number and isinstance(value, int) and value >= least
     return None if fine else f"an integer >= {least}; the default is {field.default}"

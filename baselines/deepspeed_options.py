@@ -20,6 +20,10 @@ from baselines.system import ModelSpec, SystemSpec
 
 ONE_LAYER = -1
 """`prefetch_bucket_size` that stands for the parameters of the largest decoder layer."""
+SMALLEST = 0.0
+"""`offload_ratio` that stands for the smallest that has room."""
+USABLE = 0.94
+"""Share of the device's memory that the smallest ratio fills, as much as the engine's placement does."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,31 +43,31 @@ class Zero3Options(DeepSpeedOptions):
     """Options of `Zero3`."""
 
     offload_param: bool = True
-    """Weights in host memory; false keeps the weights in the compute dtype on the device."""
+    """Weights in host memory; false keeps them on the device alone, where the CPU's updates arrive through pageable memory."""
     prefetch_bucket_size: int = at_least(ONE_LAYER, ONE_LAYER)
     """Parameters fetched ahead of use, never beyond max_live_parameters: 0 none, -1 as many as one decoder layer has."""
     param_persistence_threshold: int = at_least(0, 100_000)
-    """Parameters smaller than this stay on the device: the norms and biases."""
+    """Parameters up to this size stay on the device and are fetched once a step, after the update: the norms and biases."""
     max_live_parameters: int = 1_000_000_000
     """Parameters on the device at a time, before the module in use asks for its own."""
     max_reuse_distance: int = at_least(0, 1_000_000_000)
     """A parameter that is used again within this many others is not released."""
     sub_group_size: int = 1_000_000_000
     """Parameters that the CPU optimizer takes at a time."""
-    offload_ratio: float = share(1.0)
-    """Share of the sub-groups that the CPU updates; state of the others stays on the device and is updated there (Twin-Flow)."""
+    offload_ratio: float = share(1.0, chosen=True)
+    """Share of the sub-groups that the CPU updates; state of the others stays on the device and is updated there (Twin-Flow). 0 is
+    the smallest share with which the plan has room on the device."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SuperOffloadOptions(Zero3Options):
-    """Options of `SuperOffload`; sizes and shares are those of its authors' examples (DeepSpeedExamples)."""
+    """Options of `SuperOffload`: sizes of its authors' examples (DeepSpeedExamples), the rest for a GPU on PCIe."""
 
-    offload_param: bool = False
     overlap_comm: bool = False
     reduce_bucket_size: int = 400_000_000
+    param_persistence_threshold: int = at_least(0, 1_000_000_000_000)
     sub_group_size: int = 400_000_000
-    offload_ratio: float = share(0.9)
-    cpu_share: float = share(0.9, whole=False)
+    cpu_share: float = share(0.75, whole=False)
     """Share of the cores that the process of the optimizer runs on; the training process keeps the others."""
     clip: bool = False
     """Clip as the recipe asks, exactly: then no update starts before the backward is over. False trains without clipping."""
@@ -76,8 +80,23 @@ class InfinityOptions(Zero3Options):
     sub_group_size: int = 100_000_000
     nvme_path: str | None = word("the path of a folder")
     """Folder on a local disk that the optimizer state is written to: 16 bytes a parameter."""
-    buffer_count: int = at_least(4, 4)
-    """Pinned buffers of one sub-group's fp32 each: master, two moments and gradients take four."""
+    pipeline: bool = True
+    """Read the next sub-group and write the last beside the update of one; three are in memory then."""
+    buffer_count: int = at_least(4, 12)
+    """Pinned buffers of one sub-group's fp32 each: master, two moments and gradients take four, of every sub-group in memory."""
+    io_block_size: int = 1 << 20
+    """Bytes of one request to the disk."""
+    io_queue_depth: int = 32
+    """Requests under way at a time, in each thread."""
+    io_threads: int = 8
+    """Threads that one read or write is divided among."""
+
+    def __post_init__(self) -> None:
+        if self.pipeline and self.buffer_count < 12:
+            raise ValueError(
+                f"system.buffer_count: got {self.buffer_count}, allowed an integer >= 12 where system.pipeline has three "
+                "sub-groups in memory; raise it or set system.pipeline=false"
+            )
 
     def within(self, folder: Path) -> InfinityOptions:
         """The same, writing to `folder`."""
@@ -124,6 +143,17 @@ def on_device(groups: Sequence[int], offload_ratio: float) -> list[int]:
     return list(groups[: int((1 - offload_ratio) * len(groups))])
 
 
+def state_on_device(groups: Sequence[int]) -> int:
+    """Bytes of the state of these sub-groups on the device: master, moments, fp32 gradients, and what its AdamW takes at a time."""
+    return 16 * sum(groups) + 4 * max(groups, default=0)
+
+
+def smallest_ratio(groups: Sequence[int], room: int) -> float:
+    """The ratio under which as many sub-groups as have `room` (bytes) stay on the device; the last stays on the host."""
+    kept = max(count for count in range(len(groups)) if count == 0 or state_on_device(groups[:count]) <= room)
+    return 1 - (kept + 0.5) / len(groups)  # between two numbers of sub-groups, for `on_device` rounds down
+
+
 def deepspeed_config(spec: SystemSpec, options: DeepSpeedOptions) -> dict[str, Any]:
     """DeepSpeed's configuration of one step of `spec`; the stage follows from the kind of options."""
     offload: dict[str, Any] = {"device": "cpu", "pin_memory": options.pin_memory and spec.device.type == "cuda"}
@@ -141,8 +171,13 @@ def deepspeed_config(spec: SystemSpec, options: DeepSpeedOptions) -> dict[str, A
         if options.offload_ratio < 1:
             zero["offload_optimizer"] = offload | {"ratio": options.offload_ratio}
     if isinstance(options, InfinityOptions):
-        disk = {"device": "nvme", "nvme_path": options.nvme_path, "buffer_count": options.buffer_count}
-        zero["offload_optimizer"] = zero["offload_optimizer"] | disk
+        zero["offload_optimizer"] = zero["offload_optimizer"] | {
+            "device": "nvme",
+            "nvme_path": options.nvme_path,
+            "buffer_count": options.buffer_count,
+            "pipeline_read": options.pipeline,
+            "pipeline_write": options.pipeline,
+        }
     if isinstance(options, SuperOffloadOptions):
         zero["offload_optimizer"] = zero["offload_optimizer"] | {"super_offload": True, "cpuadam_cores_perc": options.cpu_share}
     if isinstance(options, ZenFlowOptions):
@@ -157,9 +192,21 @@ def deepspeed_config(spec: SystemSpec, options: DeepSpeedOptions) -> dict[str, A
         "steps_per_print": None,
         "wall_clock_breakdown": False,
     }
+    if isinstance(options, InfinityOptions):
+        config["aio"] = _asynchronous_io(options)
     if isinstance(options, ZenFlowOptions):  # it makes a second optimizer of the same settings
         config["optimizer"] = {"type": "AdamW", "params": adamw_settings(spec.recipe)}
     return config
+
+
+def _asynchronous_io(options: InfinityOptions) -> dict[str, Any]:
+    return {
+        "block_size": options.io_block_size,
+        "queue_depth": options.io_queue_depth,
+        "intra_op_parallelism": options.io_threads,
+        "single_submit": False,  # many requests a system call
+        "overlap_events": True,  # submits while others are under way
+    }
 
 
 def _zenflow(options: ZenFlowOptions) -> dict[str, Any]:

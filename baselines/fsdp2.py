@@ -41,6 +41,8 @@ class Fsdp2Options(CommonOptions):
 
     accumulate_on_device: bool = False
     """Keep the gradients on the device, 4 bytes per parameter, until the last micro-batch; no effect with one."""
+    reshard_after_forward: bool = True
+    """Free a layer's gathered weights after its forward, to gather them again for its backward; false keeps all until then."""
 
 
 class Fsdp2:
@@ -60,8 +62,9 @@ class Fsdp2:
     def plan(self) -> Plan:
         """Closed-form bytes; 22 per parameter on the host, as measured."""
         count, itemsize = count_params(self.spec.model), self.spec.dtype.itemsize
-        # The root's unsharded parameters, two layers (one computes, the next is gathered), and one layer's fp32 copy on its way.
-        weights = itemsize * (count.outer + 2 * count.largest_layer) + 4 * max(count.largest_layer, count.outer)
+        # The root's unsharded parameters, two layers (one computes, one is gathered) or all, and a layer's fp32 copy on its way.
+        layers = 2 * count.largest_layer if self.options.reshard_after_forward else count.in_layers
+        weights = itemsize * (count.outer + layers) + 4 * max(count.largest_layer, count.outer)
         waits = self.options.accumulate_on_device and self.spec.shape.num_micro_batches > 1
         gradients = 4 * count.total if waits else (itemsize + 4) * (count.outer + count.largest_layer)
         device = {"weights": weights, "gradients": gradients, **footprint.activation_bytes(self.spec, self.options)}
@@ -97,7 +100,7 @@ class Fsdp2:
             "offload_policy": CPUOffloadPolicy(pin_memory=on_cuda),
         }
         for layer in decoder_layers(model):
-            fully_shard(layer, **sharding)
+            fully_shard(layer, reshard_after_forward=self.options.reshard_after_forward, **sharding)
         fully_shard(self.loss, **sharding)
         # fully_shard made new Parameter objects: ask again, in the same order.
         self._named = [(name, param) for name, (_, param) in zip(names, model.named_parameters(), strict=True)]

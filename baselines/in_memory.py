@@ -1,4 +1,4 @@
-"""InMemory: weights, master, moments and gradients on one device. The numerics reference and the upper bound.
+"""InMemory: weights, master, moments and gradients on one device. The numerics reference, and the rival that no link slows down.
 
 Invariant: the step is AdamW on an fp32 master with gradients accumulated and clipped in fp32, written in the
 fewest lines; a step whose loss or gradient norm is not finite leaves every parameter as it was.

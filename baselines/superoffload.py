@@ -46,7 +46,7 @@ class SuperOffload(Zero3):
         groups = sub_groups(self.spec.model, options.sub_group_size)
         accumulated = accumulation_dtype(self.spec).itemsize * total
         weights = self.spec.dtype.itemsize * total if options.offload_param else 0
-        shared = 4 * (total - self._on_device()[0])
+        shared = 4 * (total - sum(self._on_device()))
         pinned = [size for size in (weights, accumulated, 4 * max(groups), *(4 * group for group in groups)) if size]
         host = {
             "weights": weights,
@@ -61,7 +61,7 @@ class SuperOffload(Zero3):
 
     def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """As ZeRO-3, and start the optimizer's process. Unsupported where shared memory is too small."""
-        require_shared_memory(8 * (count_params(self.spec.model).total - self._on_device()[0]), "SuperOffload")
+        require_shared_memory(8 * (count_params(self.spec.model).total - sum(self._on_device())), "SuperOffload")
         super().setup(weights)
 
     def _unsaved(self) -> str:

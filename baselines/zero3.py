@@ -10,6 +10,7 @@ they would break the graph (`torch.compiler.disable`), so a layer is fetched and
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -30,12 +31,16 @@ from baselines.common import (
     whole_directory,
 )
 from baselines.deepspeed_options import (
+    SMALLEST,
+    USABLE,
     DeepSpeedOptions,
     Zero2Options,
     Zero3Options,
     accumulation_dtype,
     deepspeed_config,
     on_device,
+    smallest_ratio,
+    state_on_device,
     sub_groups,
 )
 from baselines.deepspeed_setup import import_deepspeed, require_deepspeed, sole_builder
@@ -61,6 +66,8 @@ class Zero3:
         config_of(spec.model)
         require_deepspeed()
         self.spec = spec
+        if isinstance(self.options, Zero3Options) and self.options.offload_ratio == SMALLEST:
+            self.options = self._with_smallest_ratio(self.options)
         self._engine: Any = None
         self._joined = False
         self._optimizer_s = 0.0
@@ -71,8 +78,9 @@ class Zero3:
         count, options = count_params(self.spec.model), self.options
         assert isinstance(options, Zero3Options)
         total, itemsize = count.total, self.spec.dtype.itemsize
-        # Live weights: what is in use, what is kept for reuse, what is fetched ahead.
-        fetched = min(total, max(options.max_live_parameters, count.largest) + count.largest_layer)
+        # Live weights: what stays, what is in use, what is kept for reuse, what is fetched ahead.
+        persistent = sum(size for size in footprint.parameter_sizes(self.spec.model) if size <= options.param_persistence_threshold)
+        fetched = min(total, persistent + max(options.max_live_parameters, count.largest) + count.largest_layer)
         # The bucket, the second that overlap_comm asks for, the outer gradients beside them; leaf modules hand over whole layers.
         gradients = (1 + options.overlap_comm) * options.reduce_bucket_size + count.largest
         gradients += count.largest_layer if options.compile else 0
@@ -81,9 +89,10 @@ class Zero3:
             "gradients": itemsize * min(total, gradients),
             **footprint.activation_bytes(self.spec, options),
         }
-        kept, scratch = self._on_device()
+        groups = self._on_device()
+        kept = sum(groups)
         if kept:
-            device["optimizer"] = 16 * kept + 4 * scratch
+            device["optimizer"] = state_on_device(groups)
         # deepspeed.initialize moves the whole module to the device before it takes it apart: the peak of a large model.
         device["setup"] = max(0, itemsize * total - sum(device.values()))
         host = {
@@ -95,13 +104,21 @@ class Zero3:
         }
         return footprint.plan_on(self.spec.device, device, host)
 
-    def _on_device(self) -> tuple[int, int]:
-        """Parameters whose master, moments and fp32 gradients stay on the device, and the most that its AdamW takes at a time."""
+    def _on_device(self) -> list[int]:
+        """Sizes of the sub-groups whose master, moments and fp32 gradients stay on the device."""
         options = self.options
         if self.spec.device.type == "cpu" or not isinstance(options, Zero3Options):
-            return 0, 0  # without a device DeepSpeed keeps all of it on the host, whatever the ratio
-        kept = on_device(sub_groups(self.spec.model, options.sub_group_size), options.offload_ratio)
-        return sum(kept), max(kept, default=0)
+            return []  # without a device DeepSpeed keeps all of it on the host, whatever the ratio
+        return on_device(sub_groups(self.spec.model, options.sub_group_size), options.offload_ratio)
+
+    def _with_smallest_ratio(self, options: Zero3Options) -> Zero3Options:
+        """`options` with the smallest offload_ratio whose plan has room on the device; all on the host where there is none."""
+        self.options = dataclasses.replace(options, offload_ratio=1.0)
+        room = 0
+        if self.spec.device.type == "cuda":
+            memory = self.spec.device_memory or int(torch.cuda.mem_get_info(self.spec.device)[1])
+            room = int(USABLE * memory) - self.plan().device_bytes
+        return dataclasses.replace(options, offload_ratio=smallest_ratio(sub_groups(self.spec.model, options.sub_group_size), room))
 
     def dtypes(self) -> dict[str, str]:
         """Dtypes of weights, master, moments and gradients (accumulated over micro-batches, if there are several)."""
@@ -194,7 +211,7 @@ class Zero3:
 
     def _unsaved(self) -> str | None:
         """What DeepSpeed's checkpoint would lack."""
-        return "the moments that offload_ratio keeps on the device" if self._on_device()[0] else None
+        return "the moments that offload_ratio keeps on the device" if self._on_device() else None
 
     def save(self, directory: Path) -> None:
         """DeepSpeed's own checkpoint, in `directory`; Unsupported where it would lack something."""

@@ -69,7 +69,7 @@ def first_step_of(output: Path, *overrides: str, cell: int = 1) -> Iterator[tupl
     ("overrides", "words"),
     [
         (["model=nope"], "model: got 'nope', allowed auto, qwen2.5-0.5b"),
-        (["system=nope"], "system: got 'nope', allowed fsdp2, in_memory, megatrain"),
+        (["system=nope"], "system: got 'nope', allowed fsdp2, fsdp2_compiled, in_memory"),
         (["+experiment=nope"], "experiment: got 'nope', allowed h200_"),
         (["system.dpeth=3"], "system.dpeth: got '3', an unknown field, allowed checkpoint_interval"),
         (["shape.batch_size=5", "shape.num_micro_batches=2"], "shape.num_micro_batches: got 2, allowed a divisor"),

@@ -33,10 +33,13 @@ CONFIG = {
 SMALL = {"sub_group_size": 400_000, "reduce_bucket_size": 1_000_000}
 CASES = {
     "zero3": ("zero3", {}, 1.0),
-    "zero3_twinflow": ("zero3", {"offload_ratio": 0.5, **SMALL}, 1.0),
+    "zero3_optimizer": ("zero3", {"param_persistence_threshold": 10**12}, 1.0),
+    "zero3_twinflow": ("zero3", {"offload_ratio": 0.5, "offload_param": False, **SMALL}, 1.0),
+    "zero3_twinflow filling the device": ("zero3", {"offload_ratio": 0, "offload_param": False, **SMALL}, 1.0),
     "superoffload": ("superoffload", SMALL, 0.0),
     "superoffload clipped": ("superoffload", {"clip": True, **SMALL}, 1.0),
-    "superoffload twinflow": ("superoffload", {"offload_ratio": 0.5, "offload_param": True, **SMALL}, 0.0),
+    "superoffload twinflow": ("superoffload", {"offload_ratio": 0.5, **SMALL}, 0.0),
+    "superoffload of its authors": ("superoffload", {"offload_ratio": 0.9, "offload_param": False, "cpu_share": 0.9, **SMALL}, 0.0),
     "zero_infinity": ("zero_infinity", {"sub_group_size": 400_000}, 1.0),
     "torchao_offload": ("torchao_offload", {}, 0.0),
 }

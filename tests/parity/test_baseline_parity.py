@@ -34,8 +34,13 @@ CASES = {
     "fp32-accumulation": (torch.float32, 4, 0.1, False),
     "fp32-clip-inactive": (torch.float32, 1, 100.0, False),
 }
-PRESETS = [name for name in GROUPS["system"] if name not in REGISTRY and not name.startswith("megatrain")]
-"""YAMLs of conf/system beside those named as their system; the engine's are in test_engine_parity.py."""
+PRESETS = [
+    name
+    for name in GROUPS["system"]
+    if name not in REGISTRY and not name.startswith("megatrain") and not name.endswith("_compiled")
+]
+"""YAMLs of conf/system beside those named as their system. The engine's are in test_engine_parity.py; `_compiled` is a system with
+`compile` alone (test_baselines_systems.py), which test_compiling_does_not_change_the_losses has for all."""
 NAMES = [*REGISTRY, *PRESETS]
 RIVALS = [name for name in NAMES if name != "in_memory"]
 OF_PRESETS = ("bf16-clip", "fp32-accumulation")
@@ -208,10 +213,11 @@ def test_activation_checkpointing_does_not_change_the_losses(name):
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
-def test_fsdp2_accumulates_on_the_device_alike():
+@pytest.mark.parametrize("option", ["accumulate_on_device", "reshard_after_forward"])
+def test_what_fsdp2_keeps_on_the_device_does_not_change_the_losses(option):
     losses = []
-    for on_device in (True, False):
-        spec = make_spec(num_micro_batches=4, accumulate_on_device=on_device)
+    for value in (True, False):
+        spec = make_spec(num_micro_batches=4, **{option: value})
         with running("fsdp2", spec) as system:
             losses.append(train(system, spec, range(4)))
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)

@@ -8,19 +8,22 @@ import importlib.util
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from analysis.load import shown_preset
 from baselines import distributed
 from baselines.common import parse_options, whole_directory
 from baselines.deepspeed_setup import sole_builder
 from baselines.model import count_params, num_params
 from baselines.system import REGISTRY, ModelSpec, Shape, SystemSpec, Unsupported, build
-from engine import Recipe
+from engine import Recipe, layer_activation_bytes
+from tests.unit.test_analysis_load import row
 from tests.unit.test_baselines_model import TINY
-from tests.unit.test_sweeps_config import composed
+from tests.unit.test_sweeps_config import GROUPS, composed
 
 QWEN_14B = {
     "hidden_size": 5120,
@@ -63,9 +66,9 @@ def test_bad_values_are_one_line(name, options):
         ("zero3", {"overlap_comm": 1}, "true or false"),
         ("zero2", {"reduce_bucket_size": 0}, "an integer >= 1; the default is 500000000"),
         ("zero2", {"pin_memory": None}, "true or false"),
-        ("zero3", {"offload_ratio": 0}, "a number above 0 and up to 1; the default is 1.0"),
-        ("zero3", {"offload_ratio": True}, "a number above 0 and up to 1"),
-        ("superoffload", {"cpu_share": 1}, "a number above 0 and below 1; the default is 0.9"),
+        ("zero3", {"offload_ratio": -0.1}, "0, or a number above 0 and up to 1; the default is 1.0"),
+        ("zero3", {"offload_ratio": True}, "0, or a number above 0 and up to 1"),
+        ("superoffload", {"cpu_share": 1}, "a number above 0 and below 1; the default is 0.75"),
         ("zero2", {"sub_group_size": 1000}, "preset, activation_checkpointing, .*; remove it"),
     ],
 )
@@ -103,6 +106,15 @@ def test_the_yaml_of_a_baseline_says_its_defaults(name):
     module, attribute = REGISTRY[name].split(":")
     kind = getattr(importlib.import_module(module), attribute).options_class
     assert parse_options(kind, composed(f"system={name}").options) == kind()
+
+
+@pytest.mark.parametrize("name", [name for name in GROUPS["system"] if name.endswith("_compiled")])
+def test_a_compiled_preset_is_its_system_compiled_and_is_labelled_so_once(name):
+    plain, compiled = composed(f"system={name.removesuffix('_compiled')}"), composed(f"system={name}")
+    assert compiled.options == {**plain.options, "compile": True}
+    assert compiled.hash == composed(f"system={plain.system}", "system.compile=true").hash
+    presets = [shown_preset(row(cell.system, [1.0], config=cell.config)) for cell in (plain, compiled)]
+    assert presets == [None, "compiled"]
 
 
 def test_bad_dtype_and_system():
@@ -165,10 +177,31 @@ def test_plan_counts_what_the_options_change():
     weights = device_bytes("zero3", offload_param=False)["weights"]
     total = num_params(make_spec(config).model)
     assert weights == 2 * total
+    count = count_params(make_spec(config).model)
+    resharded, gathered = (device_bytes("fsdp2", reshard_after_forward=after)["weights"] for after in (True, False))
+    assert gathered - resharded == 2 * (count.in_layers - 2 * count.largest_layer)
     two_buckets, one_bucket = (device_bytes("zero2", overlap_comm=overlap)["gradients"] for overlap in (True, False))
     assert two_buckets - one_bucket == 2 * 500_000_000
     shape = Shape(batch_size=32, seq_len=1024, num_micro_batches=2)
     assert device_bytes("zero2")["gradients"] == two_buckets + 4 * total
+
+
+def test_plan_without_recomputation_counts_one_backward_and_what_compiled_layers_keep():
+    shape = Shape(batch_size=32, seq_len=1024)
+
+    def activations(layers, **options):
+        config = QWEN_14B | {"num_hidden_layers": layers}
+        spec = make_spec(config, shape, device="cuda", activation_checkpointing=False, **options)
+        return build("in_memory", spec).plan().device["activations"]
+
+    config, tokens = SimpleNamespace(**QWEN_14B), shape.num_tokens
+    kept, graph = (layer_activation_bytes(config, tokens, 2, backward=backward) for backward in (False, True))
+    assert activations(48, loss_chunk=1) == 48 * kept + (graph - kept)
+    assert activations(48) == 48 * kept + max(graph - kept, 12 * 4096 * QWEN_14B["vocab_size"])
+    each = activations(9, compile=True) - activations(8, compile=True)
+    engine = layer_activation_bytes(config, tokens, 2, backward=False, compiled=True)
+    assert each == engine + 2 * tokens * (QWEN_14B["intermediate_size"] + 2 * QWEN_14B["hidden_size"])
+    assert engine < each < kept
 
 
 def test_plan_rounds_what_zero2_pins_up_to_powers_of_two():

@@ -12,7 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from baselines.deepspeed_options import SuperOffloadOptions, ZenFlowOptions, Zero3Options, deepspeed_config, on_device, sub_groups
+from baselines.deepspeed_options import (
+    SuperOffloadOptions,
+    ZenFlowOptions,
+    Zero3Options,
+    deepspeed_config,
+)
 from baselines.model import initial_weights, num_params
 from baselines.system import ModelSpec, Shape, SystemSpec, Unsupported, build
 from engine import Recipe
@@ -40,43 +45,6 @@ def test_on_the_cpu_it_is_unsupported_in_one_line(name):
     assert "\n" not in str(caught.value)
 
 
-def test_sub_groups_are_those_that_deepspeed_makes():
-    spec = SystemSpec(
-        model=ModelSpec(name="m", model_type="qwen2", config=TINY),
-        shape=Shape(batch_size=2, seq_len=8),
-        recipe=Recipe(),
-        options={"sub_group_size": 3000, "offload_ratio": 0.5},
-    )
-    expected = sub_groups(spec.model, 3000)
-    assert len(expected) > 3
-    assert sum(expected) == num_params(spec.model)
-    system = build("zero3", spec)
-    system.setup(initial_weights(spec.model, 0, spec.dtype, spec.device))
-    try:
-        assert [int(size) for size in system._engine.optimizer.fp16_partitioned_groups_flat_numel] == expected
-    finally:
-        system.close()
-    assert sub_groups(spec.model, 10**9) == [num_params(spec.model)]
-
-
-def test_the_ratio_counts_sub_groups():
-    assert on_device([5, 4, 3, 2, 1], 0.6) == [5, 4]
-    assert on_device([5, 4, 3, 2, 1], 1.0) == []
-    assert on_device([5], 0.1) == []
-
-
-def test_twinflow_moves_optimizer_state_from_host_to_device():
-    plans = [build("zero3", make_spec(QWEN_14B, sub_group_size=10**8, offload_ratio=r)).plan() for r in (1.0, 0.8)]
-    kept = sum(on_device(sub_groups(make_spec(QWEN_14B).model, 10**8), 0.8))
-    assert 0.15 < kept / num_params(make_spec(QWEN_14B).model) < 0.25
-    assert plans[0].host_bytes - plans[1].host_bytes == 16 * kept
-    assert "optimizer" not in plans[0].device
-    assert 16 * kept < plans[1].device["optimizer"] < 18 * kept
-    assert not build("zero3", make_spec(device="cpu", sub_group_size=1000, offload_ratio=0.5)).plan().device.get("optimizer")
-    offload = deepspeed_config(make_spec(), Zero3Options(offload_ratio=0.8))["zero_optimization"]["offload_optimizer"]
-    assert offload == {"device": "cpu", "pin_memory": True, "ratio": 0.8}
-
-
 def test_state_that_deepspeed_does_not_save_is_refused(tmp_path):
     twinflow = build("zero3", make_spec(sub_group_size=1000, offload_ratio=0.5))
     for system in (twinflow, build("superoffload", make_spec()), build("zenflow", make_spec())):
@@ -85,25 +53,20 @@ def test_state_that_deepspeed_does_not_save_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_superoffload_is_configured_as_its_authors_do():
+def test_superoffload_is_configured_for_a_host_on_pcie():
     zero = deepspeed_config(make_spec(), SuperOffloadOptions())["zero_optimization"]
     assert zero["stage"] == 3
-    assert "offload_param" not in zero
+    assert zero["offload_param"] == {"device": "cpu", "pin_memory": True}
+    assert zero["stage3_param_persistence_threshold"] > num_params(make_spec(QWEN_14B).model)
     assert zero["sub_group_size"] == zero["reduce_bucket_size"] == 400_000_000
-    assert zero["offload_optimizer"] == {
-        "device": "cpu",
-        "pin_memory": True,
-        "ratio": 0.9,
-        "super_offload": True,
-        "cpuadam_cores_perc": 0.9,
-    }
+    assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True, "super_offload": True, "cpuadam_cores_perc": 0.75}
 
 
 def test_deepspeed_takes_the_configurations():
     """DeepSpeed's own validation knows every key, and means by it what we mean."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    for options in (SuperOffloadOptions(), Zero3Options(offload_ratio=0.8)):
+    for options in (SuperOffloadOptions(offload_ratio=0.9), Zero3Options(offload_ratio=0.8)):
         zero = DeepSpeedZeroConfig(**deepspeed_config(make_spec(), options)["zero_optimization"])
         assert zero.offload_optimizer.ratio == options.offload_ratio
         assert zero.offload_optimizer.super_offload is isinstance(options, SuperOffloadOptions)
@@ -121,29 +84,32 @@ def test_superoffload_says_that_it_does_not_clip(clip_norm, clip, clipped):
 
 
 def test_superoffload_plan_at_14b():
-    spec = make_spec(QWEN_14B, offload_ratio=1.0)
+    spec = make_spec(QWEN_14B)
     total = num_params(spec.model)
     plan = build("superoffload", spec).plan()
     assert plan.device["weights"] == 2 * total
+    assert "optimizer" not in plan.device
     assert {kind: size / total for kind, size in plan.host.items() if kind != "staging"} == {
-        "weights": 0,
+        "weights": 2,
         "master": 4,
         "moments": 8,
         "gradients": 6,
     }
     assert 4 < plan.host["staging"] / total < 10
-    unpinned = build("superoffload", make_spec(QWEN_14B, offload_ratio=1.0, pin_memory=False)).plan()
+    unpinned = build("superoffload", make_spec(QWEN_14B, pin_memory=False)).plan()
     assert unpinned.host["staging"] < 0.25 * total
-    assert build("superoffload", make_spec(QWEN_14B)).plan().device["optimizer"] > 16 * 0.05 * total
+    on_the_device = build("superoffload", make_spec(QWEN_14B, offload_param=False, offload_ratio=0.9)).plan()
+    assert on_the_device.host["weights"] == 0
+    assert on_the_device.device["weights"] == 2 * total
+    assert on_the_device.device["optimizer"] > 16 * 0.05 * total
 
 
 @pytest.mark.parametrize(("name", "least"), [("superoffload", 8), ("zenflow", 16)])
 def test_shared_memory_is_checked_before_anything_is_allocated(monkeypatch, name, least):
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=16384, f_frsize=4096))
     needed = least * num_params(make_spec(QWEN_14B).model)
-    options = {"offload_ratio": 1.0} if name == "superoffload" else {}
     with pytest.raises(Unsupported, match=rf"shares {needed:,} bytes between .* and /dev/shm has 67,108,864 free; enlarge"):
-        build(name, make_spec(QWEN_14B, **options)).setup([])
+        build(name, make_spec(QWEN_14B)).setup([])
 
 
 def test_zenflow_is_configured_as_its_authors_do_and_deepspeed_takes_it():
@@ -271,6 +237,8 @@ def test_zero_infinity_wants_a_folder_with_room(tmp_path, monkeypatch):
     for path, got in ((None, "nothing"), (str(tmp_path / "no"), ".*no")):
         with pytest.raises(Unsupported, match=rf"^system\.nvme_path: got {got}, allowed a folder on a local disk; [^\n]*=PATH$"):
             build("zero_infinity", make_spec(nvme_path=path))
+    with pytest.raises(ValueError, match=r"^system\.buffer_count: got 8, allowed an integer >= 12 where [^\n]*; raise it or set"):
+        build("zero_infinity", make_spec(buffer_count=8))
     system = build("zero_infinity", make_spec(QWEN_14B, nvme_path=str(tmp_path)))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**9))
     needed = 16 * num_params(make_spec(QWEN_14B).model)
@@ -295,14 +263,20 @@ def test_zero_infinity_removes_what_dead_processes_left(tmp_path):
 
 
 def test_zero_infinity_is_taken_by_deepspeed_and_its_plan_has_no_optimizer_state(tmp_path):
+    from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     spec = make_spec(QWEN_14B, nvme_path=str(tmp_path))
     system = build("zero_infinity", spec)
-    offload = DeepSpeedZeroConfig(**deepspeed_config(spec, system.options)["zero_optimization"]).offload_optimizer
-    assert (offload.device, offload.nvme_path, offload.buffer_count) == ("nvme", tmp_path / f"zero-infinity-{os.getpid()}", 4)
+    config = deepspeed_config(spec, system.options)
+    offload = DeepSpeedZeroConfig(**config["zero_optimization"]).offload_optimizer
+    assert (offload.device, offload.nvme_path, offload.buffer_count) == ("nvme", tmp_path / f"zero-infinity-{os.getpid()}", 12)
+    assert offload.pipeline_read
+    assert offload.pipeline_write
+    assert {"use_gds": False, **config["aio"]} == get_aio_config(config)
+    assert (config["aio"]["queue_depth"], config["aio"]["intra_op_parallelism"]) == (32, 8)
     host, total = system.plan().host, num_params(spec.model)
     assert (host["weights"], host["gradients"]) == (2 * total, 2 * total)
     assert {"master", "moments"}.isdisjoint(host)
-    assert host["staging"] < 2 * total
+    assert host["staging"] < 4 * total
     assert system.caveat == "optimizer state on a disk, whose speed this is"
