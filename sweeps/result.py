@@ -29,6 +29,8 @@ HISTORY = ("losses", "step_s")
 NO_ROOM = ("wont_fit", "oom_device", "oom_host")
 UNHASHED = ("experiment", "logging", "output_dir")
 """Groups of a config that cannot change a measurement. Of machine only device and its cap can, of measure all but the next."""
+PATHS = ("checkout", "nvme_path")
+"""Fields of machine that stand for a system's option of the same name: where something lies on one machine, which no row tells."""
 UNHASHED_MEASURE = ("timeout_s", "repeated", "stop_below", "heldout_tokens")
 NEUTRAL = ("num_micro_batches", "omp_num_threads", "numactl")
 """Knobs of any system that are as good as not there while they are 0 or empty."""
@@ -221,6 +223,11 @@ def hashed(config: Mapping[str, Any]) -> dict[str, Any]:
     if config["machine"].get("device_bytes") is not None:  # a cap binds, and placement fills what it leaves
         kept["machine"]["device_bytes"] = config["machine"]["device_bytes"]
     return kept
+
+
+def published(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config as its row has it."""
+    return {**config, "machine": {name: value for name, value in config["machine"].items() if name not in PATHS}}
 
 
 def digest(value: Any) -> str:

@@ -24,7 +24,7 @@ from sweeps.config import Cell, Machine, cell_from
 from sweeps.data import batches, corpus_of
 from sweeps.isolate import Event, Outcome, run_isolated
 from sweeps.memory import device_sampler
-from sweeps.result import BENCH_VERSION, Row, compared, host_split, read_rows
+from sweeps.result import BENCH_VERSION, Row, compared, host_split, published, read_rows
 from sweeps.sinks import ConsoleSink, JsonlSink, Sink, wandb_sink
 from sweeps.upload import offline_run
 
@@ -224,7 +224,7 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
         versions=environment.versions(),
         git_commit=environment.git_commit(),
         started_at=started_at,
-        config=dict(cell.config),
+        config=published(cell.config),
     )
 
 
