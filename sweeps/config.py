@@ -178,7 +178,7 @@ def cell_from(config: Mapping[str, Any]) -> Cell:
     _allow("system.dtype", dtype, tuple(DTYPES))
     num_micro_batches, omp_num_threads = (_count(f"system.{knob}", system.pop(knob, 0)) for knob in COUNTS)
     numactl = tuple(_typed("system.numactl", system.pop("numactl", ""), str).split())
-    _try_numactl(numactl)
+    require_numactl(numactl)
     shape = build_group(Shape, "shape", config)
     if num_micro_batches:
         if shape.batch_size % num_micro_batches:
@@ -218,7 +218,8 @@ def cell_from(config: Mapping[str, Any]) -> Cell:
 
 
 @lru_cache
-def _try_numactl(arguments: Sequence[str]) -> None:
+def require_numactl(arguments: Sequence[str]) -> None:
+    """ValueError, one line, for arguments that numactl(8) does not take on this machine."""
     if not arguments:
         return
     got = f"system.numactl: got {' '.join(arguments)!r}"

@@ -192,7 +192,7 @@ def test_keys_of_two_types_have_a_hash() -> None:
 @pytest.mark.parametrize("installed", ["/usr/bin/numactl", None])
 def test_numactl_is_asked_for_by_its_arguments(monkeypatch: pytest.MonkeyPatch, installed: str | None) -> None:
     monkeypatch.setattr("sweeps.config.shutil.which", lambda name: installed)
-    config._try_numactl.cache_clear()
+    config.require_numactl.cache_clear()
     override = "+system.numactl='--cpunodebind=0 --preferred=0'"
     if installed:
         tried: list[list[str]] = []
