@@ -64,6 +64,8 @@ def _check_single(overrides: Sequence[str]) -> None:
     if flags:
         raise ValueError(f"command line: got {flags[0]}, allowed key=value, for a plan is of one cell; remove it")
     for item in parse(overrides):
+        if item.key_or_group == "tune":
+            raise ValueError(f"tune: got {item.value()!r}, allowed with sweeps.run, for a plan is of one cell; give system=NAME")
         if item.is_sweep_override():
             got = item.get_value_string()
             raise ValueError(

@@ -55,7 +55,7 @@ class Row:
     num_micro_batches: int
     status: str
     reason: str = ""
-    """One line: why the status is not ok."""
+    """One line: why the status is not ok, or what is to be known of a measured row."""
     preset: str | None = None
     num_params: int | None = None
     tokens_per_s: float | None = None
@@ -86,6 +86,8 @@ class Row:
     """Peak of torch's allocator (allocated, not reserved)."""
     device_bytes: dict[str, int] = field(default_factory=dict)
     """Device peaks as each observer saw them: allocated, reserved (torch), nvml (sampled from outside the process)."""
+    crowd_device_bytes: int | None = None
+    """Device memory that was in use beside the cell, where others were there; None where nobody was, and in older rows."""
     peak_host_bytes: int | None = None
     """Peak PSS of the cell's process tree, sampled from outside it (pinned pages included)."""
     host_bytes: dict[str, int] = field(default_factory=dict)
