@@ -26,10 +26,11 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from analysis import load, machines, paper, studies, style, tables
-from analysis.compare import compare, sentence
+from analysis.compare import compare
 from analysis.figures import ablation, quickstart, throughput, timeline
 from analysis.studies import Study
 from analysis.timeline import SUFFIX
+from analysis.verdict import sentence
 
 PIPED_WIDTH = 100
 """Columns when the output is not a terminal."""
