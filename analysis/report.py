@@ -62,7 +62,8 @@ class Section:
     def sheet(self) -> tables.Sheet:
         """Its table."""
         table = tables.sheet(compare(self.frame)) if self.study is None else tables.study_sheet(self.study)
-        return replace(table, notes=[*table.notes, *machines.notes(self.frame)])
+        said = paper.printed(self.frame) if self.study is None else []
+        return replace(table, notes=[*table.notes, *machines.notes(self.frame), *said])
 
     @property
     def sentence(self) -> str:
