@@ -108,10 +108,11 @@ class Nvml:
         return max(0, self._used() - self._before)
 
     def crowd(self) -> Crowd | None:
-        """Who is there after PATIENCE_S, in which processes of an earlier cell may let go."""
+        """Who is there after PATIENCE_S, in which an earlier cell may let go; what is in use then is not the next one's."""
         deadline = time.monotonic() + PATIENCE_S
         while (found := self._crowd()) is not None and time.monotonic() < deadline:
             time.sleep(PATIENCE_S / 20)
+        self._before = self._used()
         return found
 
     def _crowd(self) -> Crowd | None:

@@ -112,6 +112,7 @@ def overlay(best: Row, choice: str, num_trials: int) -> str:
     with initialize_config_dir(str(auto.CONF), version_base="1.3"):
         before: Any = OmegaConf.to_container(compose("config", [f"system={choice}"]).system, resolve=True)
     found = {key: value for key, value in best.config["system"].items() if key != "preset" and before.get(key) != value}
+    label = [word for word in str(before.get("preset") or "").split() if word != "tuned"]  # a tuned twinflow is no tuned zero3
     versions = ", ".join(f"{name} {best.versions[name]}" for name in ("torch", "deepspeed") if name in best.versions)
     lines = [
         f"# {choice} as found by {num_trials} trials on {machine_of(best)}:",
@@ -122,7 +123,7 @@ def overlay(best: Row, choice: str, num_trials: int) -> str:
         "  - _self_",
         "",
         "# Label of the settings below in rows and figures.",
-        "preset: tuned",
+        f"preset: {' '.join(('tuned', *label))}",
     ]
     for key, value in found.items():
         origin = json.dumps(before[key]) if key in before else "not set"

@@ -73,7 +73,7 @@ def test_a_search_writes_its_winner_and_trials_and_goes_on_where_it_stopped(chec
     assert {key: best.config["system"][key] for key in told if key not in ("defaults", "preset")}.items() <= told.items()
     shown = command(checkout, f"system=tuned/{name}", "--cfg", "job", "-p", "system")
     composed_system = yaml.safe_load(shown.stdout.partition("\n")[2])
-    assert composed_system == {**best.config["system"], "preset": "tuned"}, shown
+    assert composed_system == {**best.config["system"], "preset": "tuned fast"}, shown
 
 
 def test_every_search_has_the_same_budget_and_starts_from_a_valid_cell() -> None:
@@ -125,7 +125,9 @@ def test_searches_from_two_starts_share_a_folder_and_no_trial(tmp_path: Path) ->
         assert tuner.finish(cell, start, tmp_path / "tuned") == 0
     kind = environment.kind(environment.machine(cell.machine, None))
     assert {path.stem for path in (tmp_path / "tuned").glob("*.yaml")} == {f"{start}-{kind}" for start in starts}
-    assert "/system/zero3@_here_" in (tmp_path / "tuned" / f"zero3-{kind}.yaml").read_text()
+    for start, preset in (("zero3", "tuned"), ("zero3_twinflow", "tuned twinflow")):
+        told = yaml.safe_load((tmp_path / "tuned" / f"{start}-{kind}.yaml").read_text())
+        assert (told["defaults"][0], told["preset"]) == (f"/system/{start}@_here_", preset)
 
 
 @pytest.mark.parametrize(("cores", "expected"), [(1, "0,1"), (2, "0,1,2"), (16, "0,4,8,16"), (64, "0,16,32,64")])
