@@ -19,6 +19,8 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
+from sweeps.result import PATHS
+
 USER_ERRORS = (HydraException, OmegaConfBaseException, ValueError, OSError)
 """What ends in one line and exit code 2."""
 CONF = Path(__file__).resolve().parent.parent / "conf"
@@ -63,7 +65,9 @@ def _unknown_field(error: Any, overrides: Sequence[str]) -> str:
     allowed = sorted(str(key) for key in (parent.keys() if parent is not None else ()) if key != "hydra")
     got = _typed_value(path, overrides)
     listed = ", ".join(allowed) or "none (it holds a single value)"
-    return f"{path}: got {got}, an unknown field, allowed {listed}; correct the name, or choose a group option that has it"
+    name = path.removeprefix("system.")
+    remedy = f"give machine.{name}, which goes with every system" if name in PATHS else "choose a group option that has it"
+    return f"{path}: got {got}, an unknown field, allowed {listed}; correct the name, or {remedy}"
 
 
 def _typed_value(path: str, overrides: Sequence[str]) -> str:
