@@ -1,4 +1,4 @@
-"""One group of comparable rows -> who stands where. Tables, figures and the sentence all read it from here.
+"""One group of comparable rows -> who stands where. Tables, figures and the sentence (analysis/verdict.py) all read it from here.
 
 Rows of one configuration, measured in several repeats (measure.repeat), are one standing: their windows are pooled.
 Invariant: only rows whose losses agree with the reference are ranked; the in-memory reference is the upper bound and is never
@@ -151,24 +151,6 @@ def compare(frame: pd.DataFrame) -> Comparison:
     )
 
 
-def sentence(comparison: Comparison) -> str:
-    """One plain sentence: who wins and by how much, with the interval."""
-    ranked = comparison.ranked
-    if not ranked:
-        return "No system but the reference was measured with agreeing losses, so none is ranked."
-    best = ranked[0]
-    speed = f"{_speed(best)} tokens/s"
-    if len(ranked) == 1:
-        return f"Only {best.label} could be ranked: {speed}."
-    over = next((one for one in ranked[1:] if one.system == BASELINE), ranked[1])
-    quotient = stats.quotient(best.speed, over.speed)
-    assert quotient is not None
-    against = f"{speed} against {_speed(over)}"
-    if quotient.has_interval and not quotient.excludes(1.0):
-        return f"{best.label} and {over.label} cannot be told apart: {against}, ratio {interval_text(quotient)}."
-    return f"{best.label} is the fastest: {interval_text(quotient)} as fast as {over.label} ({against})."
-
-
 def _gb(num_bytes: str) -> str:
     return f"{int(num_bytes.replace(',', '')) / 1e9:,.1f} GB"
 
@@ -185,7 +167,7 @@ def notes(comparison: Comparison) -> list[str]:
     told += [_prediction(one) for one in comparison.standings if one.measured and one.plan.get("window_step_s")]
     if not comparison.numerics_checked and comparison.ranked:
         told.append("No reference row: numerics were not checked.")
-    told += [f"{one.label}: {one.reason}" for one in comparison.standings if one.num_repeats > 1 and one.reason]
+    told += [f"{one.label}: {one.reason}" for one in comparison.standings if one.measured and one.reason]
     if len({one.num_repeats for one in comparison.standings if one.measured}) > 1:
         told.append("Intervals of what was measured once tell of the windows of one run, not of other runs.")
     if comparison.baseline is None:
@@ -214,11 +196,6 @@ def _prediction(standing: Standing) -> str:
 def _by(standing: Standing) -> str:
     gap = standing.max_loss_difference
     return f" (max |Δloss| {gap:.1e}, allowed {LOSS_TOLERANCE:.0e})" if gap is not None else ""
-
-
-def _speed(standing: Standing) -> str:
-    assert standing.speed is not None
-    return f"{standing.speed.value:,.0f}"
 
 
 def _ranked(standing: Standing, checked: bool) -> Standing:
@@ -282,7 +259,7 @@ def pooled(repeats: list[Standing]) -> Standing:
         speed=speed,
         step_s=[second for one in measured for second in one.step_s],
         num_repeats=len(measured),
-        reason=f"{len(failed)} of {len(repeats)} repeats failed ({failed[-1].status_label})" if failed else first.reason,
+        reason=f"{len(failed)} of {len(repeats)} repeats failed ({failed[-1].status_label})" if failed else _first_reason(measured),
         tflops=_scaled(first.tflops, scale),
         mfu=_scaled(first.mfu, scale),
         mfu_datasheet=_scaled(first.mfu_datasheet, scale),
@@ -292,6 +269,10 @@ def pooled(repeats: list[Standing]) -> Standing:
         max_loss_difference=_largest([one.max_loss_difference for one in measured]),
         agrees=all(agreeing) if agreeing else None,
     )
+
+
+def _first_reason(standings: Sequence[Standing]) -> str:
+    return next((one.reason for one in standings if one.reason), "")
 
 
 def _scaled(number: float | None, scale: float) -> float | None:

@@ -18,7 +18,7 @@ import pandas as pd
 
 from analysis import load, style, tables
 from analysis.cells import Cell, cell_of, percent, stands_for
-from analysis.compare import compare, interval_text
+from analysis.compare import BASELINE, compare, interval_text
 from analysis.effects import STREAMS, Change, setting_changes
 from analysis.studies import unablated
 from analysis.tables import Sheet
@@ -161,6 +161,34 @@ def ratio_text(claim: Claim, frame: pd.DataFrame) -> str:
             ratios = [f"{one.label} {interval_text(one.ratio)}" for one in mine if one.ratio is not None]
             told += [f"{place_of(first)}, batch {first.batch_size}: {', '.join(ratios)}"] if ratios else []
     return "; ".join(told)
+
+
+def printed(frame: pd.DataFrame) -> list[str]:
+    """What the paper prints for the size of a group that has MegaTrain and ZeRO-3: a note on its main GPU, or on each other."""
+    systems, first = set(frame["system"]), frame.iloc[0]
+    if BASELINE not in systems or not systems & set(OURS["megatrain"]):
+        return []
+    mine = [one for one in claims() if (MODELS.get(one.model), one.seq_len) == (first["model"], first["seq_len"])]
+    speeds = [one for one in mine if one.metric == "tflops" and one.study in ("headline", "other_gpus") and one.value is not None]
+    pairs = [
+        (ours, theirs)
+        for ours in speeds
+        for theirs in speeds
+        if (ours.system, theirs.system) == ("megatrain", BASELINE)
+        and (ours.study, ours.hardware) == (theirs.study, theirs.hardware)
+    ]
+    ratios = {one.hardware: one for one in mine if one.metric == "ratio"}
+    return [_printed(*pair, ratios.get(pair[0].hardware)) for pair in pairs if pair[0].study == pairs[0][0].study]
+
+
+def _printed(ours: Claim, theirs: Claim, ratio: Claim | None) -> str:
+    assert ours.value is not None
+    assert theirs.value is not None
+    quotient = f"{value_text(ratio)}x (trust {ratio.trust})" if ratio else f"{ours.value / theirs.value:.2f}x as we divide"
+    speeds = [f"{value_text(one)} TFLOPS (trust {one.trust}) of {style.name_of(one.system)}" for one in (ours, theirs)]
+    where = f"on one {ours.hardware}, {ours.batch_size or 'batch not found'} × {ours.seq_len:,} tokens, formula {ours.formula}"
+    flags = "".join(f" † {one.flag}." for one in (ours, theirs) if one.flag)
+    return f"The paper prints at {ours.model} {quotient}, {' against '.join(speeds)}, {where}: a shape, not a race.{flags}"
 
 
 def change_text(found: Change) -> str:

@@ -26,10 +26,11 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from analysis import load, machines, paper, studies, style, tables
-from analysis.compare import compare, sentence
+from analysis.compare import compare
 from analysis.figures import ablation, quickstart, throughput, timeline
 from analysis.studies import Study
 from analysis.timeline import SUFFIX
+from analysis.verdict import sentence
 
 PIPED_WIDTH = 100
 """Columns when the output is not a terminal."""
@@ -61,7 +62,8 @@ class Section:
     def sheet(self) -> tables.Sheet:
         """Its table."""
         table = tables.sheet(compare(self.frame)) if self.study is None else tables.study_sheet(self.study)
-        return replace(table, notes=[*table.notes, *machines.notes(self.frame)])
+        said = paper.printed(self.frame) if self.study is None else []
+        return replace(table, notes=[*table.notes, *machines.notes(self.frame), *said])
 
     @property
     def sentence(self) -> str:

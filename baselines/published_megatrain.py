@@ -200,7 +200,7 @@ class PublishedMegaTrain:
 
 def _checked(checkout: str | None) -> Path:
     """The folder of the clone; Unsupported, in one line, where it is not one."""
-    allowed = "allowed the folder of a clone of github.com/DLYuanGod/MegaTrain; clone it and give system.checkout=PATH"
+    allowed = "allowed the folder of a clone of github.com/DLYuanGod/MegaTrain; clone it and give machine.checkout=PATH"
     path = Path(checkout or "").expanduser().resolve()
     if checkout is None or not (path / PACKAGE / "model" / "cpu_master.py").is_file():
         raise Unsupported(f"system.checkout: got {checkout or 'nothing'}, {allowed}")

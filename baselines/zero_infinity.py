@@ -44,7 +44,7 @@ class ZeroInfinity(Zero3):
         if options.nvme_path is None or not root.is_dir():
             got = options.nvme_path or "nothing"
             raise Unsupported(
-                f"system.nvme_path: got {got}, allowed a folder on a local disk; make one and give system.nvme_path=PATH"
+                f"system.nvme_path: got {got}, allowed a folder on a local disk; make one and give machine.nvme_path=PATH"
             )
         self.caveat = "optimizer state on a disk, whose speed this is"
         self.root = root.resolve()

@@ -7,7 +7,9 @@ Invariant: what is chosen replaces `auto` before a cell is hashed, so a row neve
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,9 +21,11 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from sweeps import environment
-from sweeps.config import Measure, build_group, cell_from, require
+from sweeps.config import Measure, build_group, cell_from, require, require_numactl
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
+NODES = Path("/sys/devices/system/node")
+"""The kernel's list of NUMA nodes."""
 CHOICE = ("fallback", "candidates", "systems")
 """Fields of conf/model/auto.yaml."""
 HEADROOM = 0.92
@@ -37,10 +41,35 @@ def device() -> str:
 def register(planned: str | None = None) -> None:
     """`${by_device:A,B}` in the YAML: A on the CPU, B on a GPU, of this machine or of the `planned` one.
 
-    And `${sequences:T,L}`: how many sequences of L tokens make T, one at least.
+    And `${sequences:T,L}`: how many sequences of L tokens make T, one at least; `${threads:}` and `${numa:}`: what a search may try
+    here of numbers of threads and of arguments of numactl.
     """
+    OmegaConf.register_new_resolver("threads", threads, replace=True)
+    OmegaConf.register_new_resolver("numa", numa, replace=True)
     OmegaConf.register_new_resolver("sequences", lambda tokens, length: max(1, int(tokens) // max(1, int(length))), replace=True)
     OmegaConf.register_new_resolver("by_device", lambda cpu, cuda: cuda if (planned or device()) == "cuda" else cpu, replace=True)
+
+
+def threads() -> str:
+    """Sweep over 0 (a system's own choice), a quarter, half and all of the cores."""
+    cores = len(os.sched_getaffinity(0))
+    return f"choice({','.join(map(str, sorted({0, *(max(1, cores // part) for part in (4, 2, 1))})))})"
+
+
+@lru_cache(maxsize=1)
+def numa() -> str:
+    """Sweep over the bindings that numactl takes here: none, memory of all nodes in turn, one node after the other.
+
+    None alone where there is one node, or no numactl.
+    """
+    numbers = sorted(int(path.name.removeprefix("node")) for path in NODES.glob("node[0-9]*"))
+    bindings = ["--interleave=all", *(f"--cpunodebind={number} --preferred={number}" for number in numbers)]
+    taken = [""]
+    for binding in bindings if len(numbers) > 1 else ():
+        with contextlib.suppress(ValueError):
+            require_numactl(tuple(binding.split()))
+            taken.append(binding)
+    return f"choice({','.join(map(repr, taken))})"
 
 
 def resolve(cfg: DictConfig) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch
 from baselines.system import REGISTRY, ModelSpec, Shape, SystemSpec
 from engine import Recipe
 from sweeps.memory import host_bytes
-from sweeps.result import digest, hashed
+from sweeps.result import PATHS, digest, hashed
 
 COUNTS = ("num_micro_batches", "omp_num_threads")
 """Knobs that any system's group may add (+system.KNOB=N), for the best value differs from system to system: the parts that a step's
@@ -99,6 +99,9 @@ class Machine:
     device: str = "cpu"
     host_bytes: int | None = None
     device_bytes: int | None = None
+    checkout: str | None = None
+    """For a system that has an option of this name and leaves it null; likewise the next. Neither is hashed or published."""
+    nvme_path: str | None = None
 
     def __post_init__(self) -> None:
         _allow("machine.device", self.device, ("cpu", "cuda"))
@@ -152,8 +155,13 @@ class Cell:
             device=torch.device(self.machine.device),
             host_memory=self.machine.host_bytes or host_bytes(),
             device_memory=self.machine.device_bytes,
-            options=dict(self.options),
+            options={name: self._path(name) if name in PATHS and value is None else value for name, value in self.options.items()},
         )
+
+    def _path(self, option: str) -> str | None:
+        """What the machine has for an option that names a path."""
+        path: str | None = getattr(self.machine, option)
+        return path or None
 
 
 def cell_from(config: Mapping[str, Any]) -> Cell:
@@ -170,7 +178,7 @@ def cell_from(config: Mapping[str, Any]) -> Cell:
     _allow("system.dtype", dtype, tuple(DTYPES))
     num_micro_batches, omp_num_threads = (_count(f"system.{knob}", system.pop(knob, 0)) for knob in COUNTS)
     numactl = tuple(_typed("system.numactl", system.pop("numactl", ""), str).split())
-    _try_numactl(numactl)
+    require_numactl(numactl)
     shape = build_group(Shape, "shape", config)
     if num_micro_batches:
         if shape.batch_size % num_micro_batches:
@@ -210,7 +218,8 @@ def cell_from(config: Mapping[str, Any]) -> Cell:
 
 
 @lru_cache
-def _try_numactl(arguments: Sequence[str]) -> None:
+def require_numactl(arguments: Sequence[str]) -> None:
+    """ValueError, one line, for arguments that numactl(8) does not take on this machine."""
     if not arguments:
         return
     got = f"system.numactl: got {' '.join(arguments)!r}"

@@ -6,6 +6,7 @@ Invariant: one line out for any error in; Hydra's and OmegaConf's paragraphs are
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -18,8 +19,11 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
+from sweeps.result import PATHS
+
 USER_ERRORS = (HydraException, OmegaConfBaseException, ValueError, OSError)
 """What ends in one line and exit code 2."""
+CONF = Path(__file__).resolve().parent.parent / "conf"
 FIELD_ERRORS = (ConfigKeyError, ConfigAttributeError)
 
 
@@ -61,7 +65,9 @@ def _unknown_field(error: Any, overrides: Sequence[str]) -> str:
     allowed = sorted(str(key) for key in (parent.keys() if parent is not None else ()) if key != "hydra")
     got = _typed_value(path, overrides)
     listed = ", ".join(allowed) or "none (it holds a single value)"
-    return f"{path}: got {got}, an unknown field, allowed {listed}; correct the name, or choose a group option that has it"
+    name = path.removeprefix("system.")
+    remedy = f"give machine.{name}, which goes with every system" if name in PATHS else "choose a group option that has it"
+    return f"{path}: got {got}, an unknown field, allowed {listed}; correct the name, or {remedy}"
 
 
 def _typed_value(path: str, overrides: Sequence[str]) -> str:
@@ -74,8 +80,21 @@ def _typed_value(path: str, overrides: Sequence[str]) -> str:
 
 def _hydra(text: str, overrides: Sequence[str]) -> str:
     """Hydra's other complaints name the override; what to do follows it in their text."""
+    for override in overrides if "No match in the defaults list" in text else ():
+        group, _, value = override.partition("=")
+        if f"'{group}'" in text and (CONF / group).is_dir():
+            return _without_plus(group, value)
     named = next((item for item in overrides if item.lstrip("+~").split("=")[0] in text.replace("'", " ").split()), None)
     return f"{named.lstrip('+~').split('=')[0] if named else 'config'}: got {named or 'an override'}, not allowed here; {text}"
+
+
+def _without_plus(group: str, value: str) -> str:
+    """A group that is laid over the others is not among them until a plus puts it there."""
+    names = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    if value in names:
+        return f"{group}: got {value!r} without a plus, allowed with one; give +{group}={value}"
+    folder = f", or choose a folder for a study of your own, output_dir=outputs/{value}" if group == "experiment" else ""
+    return f"{group}: got {value!r}, allowed {', '.join(names)}, with a plus; give +{group}=NAME{folder}"
 
 
 def parse(overrides: Sequence[str]) -> list[Any]:

@@ -38,6 +38,8 @@ class Outcome:
     peak_host_bytes: int | None = None
     peak_host: dict[str, int] = field(default_factory=dict)
     peak_device_nvml_bytes: int | None = None
+    crowd_device_bytes: int | None = None
+    """Device memory that others had, as sweeps.study saw it."""
 
     def last(self, name: str) -> Event:
         """The latest event of that name, or an empty one."""

@@ -10,6 +10,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +20,10 @@ KINDS = ("Pss_Anon", "Pss_File", "Pss_Shmem")
 """smaps_rollup's split of the proportional set size: private pages, mapped files, shared memory (gloo, pinned by some drivers)."""
 BUILDERS = frozenset(("as", "c++", "cc1plus", "cicc", "collect2", "g++", "ld", "ninja", "nvcc", "ptxas", "sh"))
 """Descendants that compile an extension on its first use: gigabytes that are no part of training."""
+IDLE_BYTES = 1 << 30
+"""The most that is in use on a device that nobody uses: what the driver keeps for itself is about half of it."""
+PATIENCE_S = 5.0
+"""Seconds in which what an earlier cell had started may leave the device."""
 BACKOFF = 50.0
 """Seconds between two samples, in multiples of what one sample costs."""
 
@@ -42,11 +47,34 @@ def _tree(pid: int) -> list[int]:
     return []
 
 
+@dataclass(frozen=True, kw_only=True)
+class Crowd:
+    """Others on the device."""
+
+    num_bytes: int
+    """In use there."""
+    num_processes: int
+    """Those that the driver tells of: none where pids are hidden (containers)."""
+
+    def __str__(self) -> str:
+        """One line: who, how much, what to do."""
+        who = {0: "a process that is hidden from here", 1: "another process"}.get(
+            self.num_processes, f"{self.num_processes} others"
+        )
+        return (
+            f"the GPU was shared with {who}, {self.num_bytes:,} bytes of it in use beside this cell; end what runs there, or "
+            "choose another one with CUDA_VISIBLE_DEVICES"
+        )
+
+
 class DeviceSampler(Protocol):
     """Bytes in use on the device, by a process tree where the driver tells, else by everyone."""
 
     def sample(self, pid: int) -> int | None:
         """Bytes now, or None where there is no device."""
+
+    def crowd(self) -> Crowd | None:
+        """Who is on the device while no cell runs; None where nobody is."""
 
 
 class NoDevice:
@@ -56,9 +84,13 @@ class NoDevice:
         """Nothing to read."""
         return None
 
+    def crowd(self) -> Crowd | None:
+        """Nobody."""
+        return None
+
 
 class Nvml:
-    """NVML's view of the first visible device; bytes that others held before the cell are not counted."""
+    """NVML's view of the first visible device; bytes that others held before the cell are not counted in its samples."""
 
     def __init__(self) -> None:
         self._nvml, self._handle = nvml_device()
@@ -74,6 +106,22 @@ class Nvml:
         if mine and all(item is not None for item in mine):
             return int(sum(mine))
         return max(0, self._used() - self._before)
+
+    def crowd(self) -> Crowd | None:
+        """Who is there after PATIENCE_S, in which an earlier cell may let go; what is in use then is not the next one's."""
+        deadline = time.monotonic() + PATIENCE_S
+        while (found := self._crowd()) is not None and time.monotonic() < deadline:
+            time.sleep(PATIENCE_S / 20)
+        self._before = self._used()
+        return found
+
+    def _crowd(self) -> Crowd | None:
+        try:
+            running = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
+        except self._nvml.NVMLError:  # not told on this card
+            running = []
+        others, used = {item.pid for item in running} - {os.getpid()}, self._used()
+        return Crowd(num_bytes=used, num_processes=len(others)) if others or used > IDLE_BYTES else None
 
 
 def nvml_device() -> tuple[Any, Any]:

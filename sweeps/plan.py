@@ -19,12 +19,12 @@ from omegaconf import OmegaConf
 
 from baselines.megatrain import build as build_engine
 from baselines.model import count_params
-from baselines.system import SystemSpec, build
+from baselines.system import SystemSpec, Unsupported, build
 from engine import Machine, MegaTrain, Plan, Rates, Timeline
 from sweeps import auto, environment
 from sweeps.cell import fits
 from sweeps.config import Cell, cell_from, require
-from sweeps.errors import USER_ERRORS, one_line
+from sweeps.errors import USER_ERRORS, one_line, parse
 
 WIDTH = 60
 """Characters of a bar."""
@@ -37,6 +37,7 @@ MEMORY = ("device_memory", "host_memory")
 
 def compose_plan(overrides: Sequence[str]) -> tuple[Cell, Machine | None]:
     """The cell that the command line names, and the machine, None for this one. ValueError, one line."""
+    _check_single(overrides)
     elsewhere = any(item.lstrip("+").startswith("rates=") for item in overrides)
     auto.register("cuda" if elsewhere else None)
     with initialize_config_dir(str(auto.CONF), version_base="1.3"):
@@ -56,6 +57,20 @@ def compose_plan(overrides: Sequence[str]) -> tuple[Cell, Machine | None]:
     return cell_from(plain), Machine(
         rates=rates, device_memory=int(plain["machine"]["device_bytes"]), host_memory=int(plain["machine"]["host_bytes"])
     )
+
+
+def _check_single(overrides: Sequence[str]) -> None:
+    flags = [item for item in overrides if item.startswith("-")]
+    if flags:
+        raise ValueError(f"command line: got {flags[0]}, allowed key=value, for a plan is of one cell; remove it")
+    for item in parse(overrides):
+        if item.key_or_group == "tune":
+            raise ValueError(f"tune: got {item.value()!r}, allowed with sweeps.run, for a plan is of one cell; give system=NAME")
+        if item.is_sweep_override():
+            got = item.get_value_string()
+            raise ValueError(
+                f"{item.key_or_group}: got {got!r}, allowed one value, for a plan is of one cell; ask for one after the other"
+            )
 
 
 def _check_rates(given: Mapping[str, Any]) -> None:
@@ -166,10 +181,10 @@ def rate_card(rates: Rates) -> str:
 
 
 def main() -> int:
-    """Print the plan; 2 and one line where the command line is wrong, 1 where the cell does not fit."""
+    """Print the plan; 2 and one line where the command line is wrong or the system cannot run, 1 where there is no room."""
     try:
         lines = report(*compose_plan(sys.argv[1:]))
-    except USER_ERRORS as error:
+    except (*USER_ERRORS, Unsupported) as error:
         print(one_line(error, [argument for argument in sys.argv[1:] if "=" in argument]), file=sys.stderr)
         return 2
     print("\n".join(lines))

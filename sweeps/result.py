@@ -29,6 +29,8 @@ HISTORY = ("losses", "step_s")
 NO_ROOM = ("wont_fit", "oom_device", "oom_host")
 UNHASHED = ("experiment", "logging", "output_dir")
 """Groups of a config that cannot change a measurement. Of machine only device and its cap can, of measure all but the next."""
+PATHS = ("checkout", "nvme_path")
+"""Fields of machine that stand for a system's option of the same name: where something lies on one machine, which no row tells."""
 UNHASHED_MEASURE = ("timeout_s", "repeated", "stop_below", "heldout_tokens")
 NEUTRAL = ("num_micro_batches", "omp_num_threads", "numactl")
 """Knobs of any system that are as good as not there while they are 0 or empty."""
@@ -53,7 +55,7 @@ class Row:
     num_micro_batches: int
     status: str
     reason: str = ""
-    """One line: why the status is not ok."""
+    """One line: why the status is not ok, or what is to be known of a measured row."""
     preset: str | None = None
     num_params: int | None = None
     tokens_per_s: float | None = None
@@ -84,6 +86,8 @@ class Row:
     """Peak of torch's allocator (allocated, not reserved)."""
     device_bytes: dict[str, int] = field(default_factory=dict)
     """Device peaks as each observer saw them: allocated, reserved (torch), nvml (sampled from outside the process)."""
+    crowd_device_bytes: int | None = None
+    """Device memory that was in use beside the cell, where others were there; None where nobody was, and in older rows."""
     peak_host_bytes: int | None = None
     """Peak PSS of the cell's process tree, sampled from outside it (pinned pages included)."""
     host_bytes: dict[str, int] = field(default_factory=dict)
@@ -223,6 +227,11 @@ def hashed(config: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def published(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config as its row has it."""
+    return {**config, "machine": {name: value for name, value in config["machine"].items() if name not in PATHS}}
+
+
 def digest(value: Any) -> str:
     """Twelve hex digits."""
     return hashlib.sha256(json.dumps(_keyed(value), sort_keys=True, default=str).encode()).hexdigest()[:12]
@@ -277,5 +286,5 @@ def compared(row: Row, rows: Sequence[Row]) -> Row:
 
 
 def _stand(row: Row) -> bool:
-    """Whether others may be held against this row: REFERENCE, or STAND_IN as it is and none of its presets."""
-    return row.system == REFERENCE or (row.system == STAND_IN and row.preset is None)
+    """Whether others may be held against this row: REFERENCE or STAND_IN as it is, eager and none of its presets."""
+    return row.system in (REFERENCE, STAND_IN) and row.preset is None and not row.config.get("system", {}).get("compile")

@@ -76,6 +76,7 @@ def command_of(argv: Sequence[str]) -> Command:
         tune = base.hydra.runtime.choices.get("tune")
         system = str(base.hydra.runtime.choices["system"])
         if tune:
+            HydraConfig.instance().set_config(base)  # the study is called after hydra:runtime.choices.system
             start = study.compose_cell(compose(name, [*fixed, *extra]))
             return Command(cells=[start], argv=list(argv), tune=tune, system=system)
         if not base.hydra.sweeper._target_.endswith("BasicSweeper"):
@@ -178,11 +179,10 @@ def main() -> int:
         PLANNED[:] = command.cells or []
         FORECAST = forecast.announce(PLANNED, predicted)
         sys.argv[1:] = command.argv
+        if not command.tune or study.run_cell(PLANNED[0], "default,").status != "unsupported":
+            _job()
         if command.tune:
-            study.run_cell(PLANNED[0], "default,")
-        _job()
-        if command.tune:
-            return tuner.finish(PLANNED[0], command.tune, command.system)
+            return tuner.finish(PLANNED[0], command.system)
         return study.finish(PLANNED) if PLANNED else 0
     except BrokenPipeError:  # the reader (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -24,12 +24,13 @@ from sweeps.config import Cell, Machine, cell_from
 from sweeps.data import batches, corpus_of
 from sweeps.isolate import Event, Outcome, run_isolated
 from sweeps.memory import device_sampler
-from sweeps.result import BENCH_VERSION, Row, compared, host_split, read_rows
+from sweeps.result import BENCH_VERSION, Row, compared, host_split, published, read_rows
 from sweeps.sinks import ConsoleSink, JsonlSink, Sink, wandb_sink
 from sweeps.upload import offline_run
 
 RETRIED = ("error", "timeout", "oom_host", "unsupported", "wont_fit")
-"""Statuses that another run may change: installing, freeing memory, raising a limit. The others stand."""
+"""Statuses that another run may change: installing, freeing memory, raising a limit. The others stand, oom_device unless others
+had a part of the device."""
 REFUSED: dict[str, Outcome] = {}
 """By hash, the cells of this command that `check` found no room for."""
 
@@ -85,7 +86,9 @@ def _here(device: str) -> str:
 def stands(cell: Cell) -> bool:
     """Whether the cell has a row that another run would not change."""
     row = latest(cell)
-    return row is not None and row.status not in RETRIED and row.bench_version == BENCH_VERSION
+    if row is None or row.bench_version != BENCH_VERSION or row.status in RETRIED:
+        return False
+    return row.status != "oom_device" or not row.crowd_device_bytes
 
 
 def run_cell(cell: Cell, label: str) -> Row:
@@ -153,6 +156,10 @@ def _measure(cell: Cell, log: Path, sinks: Sequence[Sink]) -> Row:
         sink.start(cell)
     if cell.hash in REFUSED:
         return row_of(cell, REFUSED[cell.hash], started_at=started_at, machine=environment.machine(cell.machine, None))
+    device = device_sampler(cell.machine.device)
+    crowd = device.crowd()
+    if crowd is not None:
+        print(f"  machine.device: {crowd}", flush=True)
     peak = ceilings.cached_matrix_peak(cell.output_dir, cell.machine.device)
 
     def tell(event: Event) -> None:
@@ -164,11 +171,16 @@ def _measure(cell: Cell, log: Path, sinks: Sequence[Sink]) -> Row:
         cell.config,
         log=log,
         timeout_s=cell.measure.timeout_s,
-        device=device_sampler(cell.machine.device),
+        device=device,
         on_event=tell,
         env=environment.cell_variables(cell.omp_num_threads),
         starter=("numactl", *cell.numactl) if cell.numactl else (),
     )
+    if crowd is None and outcome.status == "oom_device":  # somebody may have come later
+        crowd = device.crowd()
+    if crowd is not None:
+        outcome.crowd_device_bytes = crowd.num_bytes
+        outcome.reason = "; ".join(filter(None, (outcome.reason, str(crowd))))
     row = row_of(cell, outcome, started_at=started_at, machine=environment.machine(cell.machine, peak))
     return compared(row, rows_of(cell.rows_path))
 
@@ -199,7 +211,7 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
         seq_len=cell.shape.seq_len,
         num_micro_batches=cell.shape.num_micro_batches,
         status=outcome.status,
-        reason=outcome.reason or _stopped(cell, len(windows), measured),
+        reason="; ".join(filter(None, (_stopped(cell, len(windows), measured), outcome.reason))),
         preset=cell.options.get("preset"),
         num_params=plan.get("num_params"),
         tokens_per_s=tokens_per_s,
@@ -215,6 +227,7 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
         caveat=plan.get("caveat"),
         peak_device_bytes=memory["allocated"],
         device_bytes={kind: value for kind, value in memory.items() if value is not None},
+        crowd_device_bytes=outcome.crowd_device_bytes,
         peak_host_bytes=outcome.peak_host_bytes,
         host_bytes=outcome.peak_host,
         host_split=host_split(plan.get("plan", {}), outcome.peak_host_bytes, on_gpu=on_gpu) if measured else {},
@@ -224,7 +237,7 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
         versions=environment.versions(),
         git_commit=environment.git_commit(),
         started_at=started_at,
-        config=dict(cell.config),
+        config=published(cell.config),
     )
 
 

@@ -43,12 +43,16 @@ def require(overrides: Sequence[str]) -> None:
 
 
 def trials(start: Cell) -> list[Row]:
-    """The latest row of every trial of the search that starts at `start`: same system, work and timing, on this machine."""
+    """The latest row of every trial of the search that starts at `start`: same start, system, work and timing, on this machine.
+
+    The start, a file of conf/system, is what the study is called after.
+    """
     alike: dict[str, Row] = {}
     for row in study.rows_of(start.rows_path):
-        same_work = comparison_key(row.config) == comparison_key(start.config) and row.system == start.system
+        same_search = (row.experiment, row.system) == (start.experiment, start.system)
+        same_work = comparison_key(row.config) == comparison_key(start.config)
         same_timing = hashed(row.config)["measure"] == hashed(start.config)["measure"]
-        if same_work and same_timing and study.comparable(row, start):
+        if same_search and same_work and same_timing and study.comparable(row, start):
             alike[row.cell] = row
     return list(alike.values())
 
@@ -73,19 +77,20 @@ def machine_of(row: Row) -> str:
     return f"{row.machine.get('gpu') or 'a CPU'} with {row.machine['num_cores']} cores"
 
 
-def finish(start: Cell, name: str, choice: str, folder: Path = TUNED) -> int:
+def finish(start: Cell, choice: str, folder: Path = TUNED) -> int:
     """Write the winner and the trials, say where and how to use them; the exit code.
 
-    name: of the search; choice: the file of conf/system that it started from.
+    choice: the file of conf/system that the search started from, which the winner is called after.
     """
     rows = trials(start)
     best, default = best_of(rows), next((row for row in rows if row.cell == start.hash), None)
     if best is None or best.tokens_per_s is None:
         print(
-            f"tune={name}: none of {len(rows)} trials has a number, so nothing is written; see {start.rows_path}", file=sys.stderr
+            f"tune: none of {len(rows)} trials from system={choice} has a number, so nothing is written; see {start.rows_path}",
+            file=sys.stderr,
         )
         return 1
-    stem = f"{name}-{environment.kind(best.machine)}"
+    stem = f"{choice.replace('/', '-')}-{environment.kind(best.machine)}"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{stem}.yaml"
     path.write_text(overlay(best, choice, len(rows)))
@@ -107,6 +112,7 @@ def overlay(best: Row, choice: str, num_trials: int) -> str:
     with initialize_config_dir(str(auto.CONF), version_base="1.3"):
         before: Any = OmegaConf.to_container(compose("config", [f"system={choice}"]).system, resolve=True)
     found = {key: value for key, value in best.config["system"].items() if key != "preset" and before.get(key) != value}
+    label = [word for word in str(before.get("preset") or "").split() if word != "tuned"]  # a tuned twinflow is no tuned zero3
     versions = ", ".join(f"{name} {best.versions[name]}" for name in ("torch", "deepspeed") if name in best.versions)
     lines = [
         f"# {choice} as found by {num_trials} trials on {machine_of(best)}:",
@@ -117,7 +123,7 @@ def overlay(best: Row, choice: str, num_trials: int) -> str:
         "  - _self_",
         "",
         "# Label of the settings below in rows and figures.",
-        "preset: tuned",
+        f"preset: {' '.join(('tuned', *label))}",
     ]
     for key, value in found.items():
         origin = json.dumps(before[key]) if key in before else "not set"

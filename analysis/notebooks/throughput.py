@@ -11,9 +11,10 @@ measured, and the legend says why. TFLOPS are 6P: 6 x parameters x tokens/s, rec
 from IPython.display import Markdown, display
 
 from analysis import machines, tables
-from analysis.compare import compare, notes, sentence
+from analysis.compare import compare, notes
 from analysis.figures import quickstart, throughput
 from analysis.notebooks import comparisons, rows, show
+from analysis.verdict import sentence
 
 frame = rows()
 kinds = dict(tuple(frame.groupby("machine_name", sort=False)))

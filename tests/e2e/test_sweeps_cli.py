@@ -71,6 +71,16 @@ def first_step_of(output: Path, *overrides: str, cell: int = 1) -> Iterator[tupl
         (["model=nope"], "model: got 'nope', allowed auto, qwen2.5-0.5b"),
         (["system=nope"], "system: got 'nope', allowed fsdp2, fsdp2_compiled, in_memory"),
         (["+experiment=nope"], "experiment: got 'nope', allowed h200_"),
+        (
+            ["experiment=foo"],
+            "with a plus; give +experiment=NAME, or choose a folder for a study of your own, output_dir=outputs/foo",
+        ),
+        (["experiment=quickstart"], "experiment: got 'quickstart' without a plus, allowed with one; give +experiment=quickstart"),
+        (["ablation=nope"], "ablation: got 'nope', allowed batch_size, "),
+        (
+            ["--multirun", "system=zero3,published_megatrain", "system.checkout=/x"],
+            "; correct the name, or give machine.checkout, which",
+        ),
         (["system.dpeth=3"], "system.dpeth: got '3', an unknown field, allowed checkpoint_interval"),
         (["shape.batch_size=5", "shape.num_micro_batches=2"], "shape.num_micro_batches: got 2, allowed a divisor"),
         (["shape.seq_len=9999"], "shape.seq_len: got 9999, allowed 1 to 2048"),

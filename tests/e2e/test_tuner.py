@@ -1,5 +1,6 @@
 """Searches through the command line, in a copy of the checkout for they write into conf/system/tuned; the budget of all of them."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -7,19 +8,32 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
+from baselines.system import Unsupported, build
 from sweeps import auto, environment, run, tuner
-from sweeps.config import Cell
+from sweeps.config import Cell, cell_from
 from sweeps.result import read_rows
+from sweeps.sinks import JsonlSink
 from tests.e2e.test_sweeps_cli import ENVIRONMENT, ROOT, SMALL
+from tests.unit.test_analysis_load import row
 from tests.unit.test_sweeps_config import composed
 
 pytestmark = pytest.mark.timeout(600)
 SEARCHES = sorted(path.stem for path in (auto.CONF / "tune").glob("*.yaml"))
 TIMED = [item for item in SMALL if not item.startswith("measure=")]
+
+
+def sweeper_of(override: str) -> dict[str, Any]:
+    with initialize_config_dir(str(auto.CONF), version_base="1.3"):
+        sweeper = compose("config", [override], return_hydra_config=True).hydra.sweeper
+    parts: dict[str, Any] = {key: OmegaConf.to_container(sweeper[key], resolve=True) for key in ("sampler", "params")}
+    return parts | {key: sweeper[key] for key in ("n_trials", "direction", "n_jobs")}
 
 
 def command(checkout: Path, *overrides: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -39,7 +53,8 @@ def checkout(tmp_path: Path) -> Path:
 @pytest.mark.skipif(importlib.util.find_spec(tuner.PLUGIN) is None, reason="the extra `tune` is not installed")
 def test_a_search_writes_its_winner_and_trials_and_goes_on_where_it_stopped(checkout: Path) -> None:
     """Two trials, one of which its system refuses; then a third, with the rows of the first two there."""
-    knobs = ["system.compile=false", "system.master=split,nonsense", "system.depth=2", "system.gradient_slabs=0"]
+    knobs = ["compile=false", "master=split,nonsense", "depth=2", "gradient_slabs=0", "loss_chunk=4096", "late_moments=true"]
+    knobs = [*(f"system.{knob}" for knob in knobs), "+system.num_micro_batches=1"]
     search = ["+tune=megatrain", *TIMED, *knobs, "logging=none", "output_dir=out"]
     done = command(checkout, *search, "hydra.sweeper.n_trials=2")
     assert done.returncode == 0, done
@@ -49,7 +64,7 @@ def test_a_search_writes_its_winner_and_trials_and_goes_on_where_it_stopped(chec
     rows = read_rows(checkout / "out" / "rows.jsonl")
     assert more.stdout.count("skipped") >= 2  # where it starts, and the trial before
     assert len({row.cell for row in rows}) == len(rows)
-    name = f"megatrain-cpu-{len(os.sched_getaffinity(0))}cores"
+    name = f"megatrain_fast-cpu-{len(os.sched_getaffinity(0))}cores"
     folder = checkout / "conf" / "system" / "tuned"
     trials = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
     assert [trial["cell"] for trial in trials] == [row.cell for row in rows]
@@ -58,7 +73,7 @@ def test_a_search_writes_its_winner_and_trials_and_goes_on_where_it_stopped(chec
     assert {key: best.config["system"][key] for key in told if key not in ("defaults", "preset")}.items() <= told.items()
     shown = command(checkout, f"system=tuned/{name}", "--cfg", "job", "-p", "system")
     composed_system = yaml.safe_load(shown.stdout.partition("\n")[2])
-    assert composed_system == {**best.config["system"], "preset": "tuned"}, shown
+    assert composed_system == {**best.config["system"], "preset": "tuned fast"}, shown
 
 
 def test_every_search_has_the_same_budget_and_starts_from_a_valid_cell() -> None:
@@ -68,15 +83,71 @@ def test_every_search_has_the_same_budget_and_starts_from_a_valid_cell() -> None
         asked = run.command_of([f"+tune={name}", "model=tiny"])
         assert asked.tune == name
         (start,) = asked.cells or []
-        sweeper = yaml.safe_load((auto.CONF / "tune" / f"{name}.yaml").read_text())["hydra"]["sweeper"]
+        sweeper = sweeper_of(f"+tune={name}")
         told = (sweeper["n_trials"], sweeper["sampler"], sweeper["direction"], sweeper["n_jobs"])
         budgets.append((told, start.measure))
         for key, values in sweeper["params"].items():
             known = key.lstrip("+").removeprefix("system.")
             assert key.startswith("+") or known in start.options, key
             assert values.startswith("choice("), key
-    assert len(SEARCHES) >= 3
+    assert len(SEARCHES) >= 7
     assert all(budget == budgets[0] for budget in budgets)
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_every_choice_of_a_search_is_one_that_its_system_takes(name: str) -> None:
+    auto.register()
+    (start,) = run.command_of([f"+tune={name}", "shape.batch_size=4", "shape.num_micro_batches=1"]).cells or []
+    for key, values in sweeper_of(f"+tune={name}")["params"].items():
+        for value in yaml.safe_load(values.replace("choice(", "[").replace(")", "]")):
+            knob = key.lstrip("+").removeprefix("system.")
+            cell = cell_from({**start.config, "system": {**start.config["system"], knob: value}})
+            with contextlib.suppress(Unsupported):
+                build(cell.system, cell.spec())
+
+
+def test_searches_from_two_starts_share_a_folder_and_no_trial(tmp_path: Path) -> None:
+    """What one of them found is not the other's to write, whatever its speed."""
+    auto.register()
+    folder = f"output_dir={tmp_path}"
+    starts = {}
+    for start in ("zero3", "zero3_twinflow"):
+        asked = run.command_of(["+tune=zero3", f"system={start}", folder])
+        assert asked.system == start
+        (starts[start],) = asked.cells or []
+        assert starts[start].experiment == f"tune_{start}"
+    for number, (start, cell) in enumerate(starts.items(), 1):
+        here = environment.machine(cell.machine, None)
+        known = {"experiment": cell.experiment, "config": cell.config, "machine": here}
+        JsonlSink(cell.rows_path).row(row("zero3", [1.0], cell=start, tokens_per_s=100.0 * number, **known))
+    for start, cell in starts.items():
+        assert [one.cell for one in tuner.trials(cell)] == [start]
+        assert tuner.finish(cell, start, tmp_path / "tuned") == 0
+    kind = environment.kind(environment.machine(cell.machine, None))
+    assert {path.stem for path in (tmp_path / "tuned").glob("*.yaml")} == {f"{start}-{kind}" for start in starts}
+    for start, preset in (("zero3", "tuned"), ("zero3_twinflow", "tuned twinflow")):
+        told = yaml.safe_load((tmp_path / "tuned" / f"{start}-{kind}.yaml").read_text())
+        assert (told["defaults"][0], told["preset"]) == (f"/system/{start}@_here_", preset)
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(1, "0,1"), (2, "0,1,2"), (16, "0,4,8,16"), (64, "0,16,32,64")])
+def test_threads_are_chosen_by_the_cores(cores: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sweeps.auto.os.sched_getaffinity", lambda process: set(range(cores)))
+    assert auto.threads() == f"choice({expected})"
+
+
+def test_bindings_are_those_that_numactl_takes_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def takes(arguments: tuple[str, ...]) -> None:
+        if "--cpunodebind=1" in arguments:
+            raise ValueError("not in this container")
+
+    monkeypatch.setattr(auto, "NODES", tmp_path)
+    monkeypatch.setattr(auto, "require_numactl", takes)
+    for number, expected in enumerate(("''", "'','--interleave=all','--cpunodebind=0 --preferred=0'")):
+        (tmp_path / f"node{number}").mkdir()
+        auto.numa.cache_clear()
+        assert auto.numa() == f"choice({expected})"
+    auto.numa.cache_clear()
 
 
 def test_a_search_without_its_packages_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,13 +173,11 @@ def test_files_are_named_after_kinds_of_machine(machine: dict[str, object], expe
 def test_a_trial_is_cut_short_where_it_is_well_below_the_best(tmp_path: Path) -> None:
     start: Cell = composed("system=zero3", "measure=tune", f"output_dir={tmp_path}")
     assert tuner.pruned(start) is start
-    from sweeps.sinks import JsonlSink
-    from tests.unit.test_analysis_load import row
-
     here = environment.machine(start.machine, None)
+    alike = {"experiment": start.experiment, "machine": here}
     for cell, tokens_per_s, other in (("a", 100.0, "seed=0"), ("b", 200.0, "seed=0"), ("c", 900.0, "seed=1")):
         config = composed("system=zero3", "measure=tune", other).config
-        JsonlSink(start.rows_path).row(row("zero3", [1.0], cell=cell, tokens_per_s=tokens_per_s, config=config, machine=here))
+        JsonlSink(start.rows_path).row(row("zero3", [1.0], cell=cell, tokens_per_s=tokens_per_s, config=config, **alike))
     cut = tuner.pruned(start)
     assert cut.measure.stop_below == cut.config["measure"]["stop_below"] == 0.9 * 200
     assert cut.hash == start.hash

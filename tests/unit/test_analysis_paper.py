@@ -47,6 +47,27 @@ def test_every_claim_has_a_source_a_trust_and_known_words() -> None:
         assert one.metric in ("tflops", "tokens_per_s", "step_s", "device_gb", "percent", "ratio", "change")
 
 
+def printed(name: str, *systems: str, **shape: Any) -> list[str]:
+    rows = [row(system, [1.0, 1.1], model=name, **shape) for system in systems]
+    return paper.printed(load.from_rows(rows))
+
+
+def test_a_report_says_what_the_paper_prints_for_its_size() -> None:
+    both = ("megatrain", "zero3")
+    assert printed("qwen2.5-14b", *both) == [
+        "The paper prints at 14B 1.84x (trust P), 264† TFLOPS (trust S2) of MegaTrain against 143 TFLOPS (trust S2) of ZeRO-3, "
+        "on one GH200, 96 × 1,024 tokens, formula not stated: a shape, not a race. † 266.3 in Table 4."
+    ]
+    (seven,) = printed("qwen2.5-7b", *both)
+    assert "at 7B 1.23x as we divide, 284.7 TFLOPS (trust S2) of MegaTrain against 232 TFLOPS (trust S1)" in seven
+    (three,) = printed("qwen2.5-3b", "published_megatrain", "zero3")
+    assert "at 3B 1.39x as we divide, 33.18 TFLOPS (trust S2)" in three
+    assert "on one RTX 3090 24 GB, 7 × 1,024 tokens, formula 6P" in three
+    assert not printed("qwen2.5-14b", "megatrain", "fsdp2")
+    assert not printed("qwen2.5-14b", *both, seq_len=4096)
+    assert not printed("tiny", *both)
+
+
 def test_numbers_of_the_paper_are_as_it_has_them() -> None:
     assert one_claim(metric="ratio").value == 1.84
     assert one_claim(setting="without double buffering", metric="change").value == -0.313

@@ -13,8 +13,9 @@ import pytest
 from rich.console import Console
 
 from analysis import load, stats, tables
-from analysis.compare import CPU_NOTE, Comparison, compare, interval_text, notes, sentence
+from analysis.compare import CPU_NOTE, Comparison, compare, interval_text, notes
 from analysis.make import RESULTS
+from analysis.verdict import sentence
 from sweeps.result import Row, read_rows
 from tests.unit.test_analysis_load import cpu_rows, curve, h200_rows, plan, row
 
@@ -130,6 +131,31 @@ def test_sentence_names_winner_and_interval() -> None:
         r"\(20,403 tokens/s against 11,338\)\.",
         text,
     )
+
+
+def test_sentence_gives_the_ratio_of_the_table_and_names_a_faster_rival() -> None:
+    """Faster presets of the baseline, and other systems, stand beside it and not in its place."""
+    steps = {"megatrain": 1.0, "zero2": 1.25, "zero3": 2.0}
+    rows = [row(system, [seconds, seconds * 1.01, seconds * 0.99], agrees=True) for system, seconds in steps.items()]
+    rows.append(row("zero3", [1.5, 1.51, 1.49], agrees=True, preset="twinflow"))
+    found = comparison(rows)
+    assert [one.ratio.value for one in found.ranked if one.ratio] == pytest.approx([2.0, 1.6, 2 / 1.5, 1.0], rel=1e-3)
+    assert re.fullmatch(
+        r"MegaTrain is the fastest: 2\.00x \([^)]*\) as fast as ZeRO-3 \(32,\d{3} tokens/s against 16,\d{3}\) and 1\.25x \([^)]*\) "
+        r"as fast as ZeRO-2, the fastest rival \(32,\d{3} tokens/s against 26,\d{3}\)\.",
+        sentence(found),
+    )
+    rows[1] = row("zero2", [1.01, 1.0, 1.02], agrees=True)
+    assert re.fullmatch(
+        r"MegaTrain and ZeRO-2 cannot be told apart: 32,\d{3} tokens/s against 32,\d{3}, ratio 1\.01x \([^)]*\); "
+        r"MegaTrain is 2\.00x \([^)]*\) as fast as ZeRO-3 \(.*\)\.",
+        sentence(comparison(rows)),
+    )
+
+
+def test_what_is_to_be_known_of_a_measured_row_is_below_the_table() -> None:
+    rows = [row("zero3", [2.0, 2.1]), row("megatrain", [1.0, 1.1], reason="the GPU was shared with 2 others")]
+    assert "MegaTrain: the GPU was shared with 2 others" in notes(comparison(rows))
 
 
 def test_sentence_is_honest_when_zero3_wins_or_nothing_can_be_told_apart() -> None:

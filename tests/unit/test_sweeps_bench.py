@@ -2,20 +2,24 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from engine import Batch, NonFiniteLossError
-from sweeps import auto, bench
+from sweeps import auto, bench, memory, study
 from sweeps.clock import Stopwatch
 from sweeps.config import Measure
 from sweeps.isolate import Outcome, run_isolated, verdict
@@ -321,3 +325,59 @@ def test_a_row_counts_the_tokens_of_all_windows_over_their_seconds():
     assert (row.tflops_6p, row.mfu) == (pytest.approx(72 / 7), pytest.approx(2 / 7))
     assert row.losses == [9.0] + [1.0] * 6
     assert row_of(cell, Outcome(status="timeout", events=said), started_at="", machine={}).tokens_per_s is None
+
+
+def fake_nvml(used: Sequence[int], pids: Sequence[int] = ()) -> SimpleNamespace:
+    """pynvml with a device on which `used` bytes are in use, look after look, by processes with these pids as far as it tells."""
+    looks = itertools.chain(used, itertools.repeat(used[-1]))
+    return SimpleNamespace(
+        NVMLError=RuntimeError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=next(looks)),
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: [SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in pids],
+    )
+
+
+def crowd_of(monkeypatch: pytest.MonkeyPatch, *found: Any) -> memory.Crowd | None:
+    monkeypatch.setattr(memory, "PATIENCE_S", 0.0 if len(found[0]) == 1 else 1.0)
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(*found))
+    return memory.device_sampler("cuda").crowd()
+
+
+def test_others_on_the_device_are_seen_whether_or_not_their_pids_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert crowd_of(monkeypatch, [600 << 20]) is None
+    assert crowd_of(monkeypatch, [600 << 20], [os.getpid()]) is None
+    assert crowd_of(monkeypatch, [20 << 30, 20 << 30, 600 << 20]) is None  # an earlier cell's process, on its way out
+    assert crowd_of(monkeypatch, [600 << 20], [1]) == memory.Crowd(num_bytes=600 << 20, num_processes=1)
+    hidden = crowd_of(monkeypatch, [20 << 30])
+    assert str(hidden) == (
+        "the GPU was shared with a process that is hidden from here, 21,474,836,480 bytes of it in use beside this cell; end what "
+        "runs there, or choose another one with CUDA_VISIBLE_DEVICES"
+    )
+    assert "with 2 others, " in str(crowd_of(monkeypatch, [20 << 30], [1, 2]))
+    assert memory.device_sampler("cpu").crowd() is None
+
+
+@pytest.mark.parametrize("used", [[600 << 20], [20 << 30], [600 << 20, 600 << 20, 20 << 30]], ids=["alone", "before", "later"])
+@pytest.mark.parametrize("status", ["ok", "oom_device"])
+def test_memory_that_ran_out_beside_others_is_tried_again(
+    used: list[int], status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The row says so; a number, or no room on a device of its own, stands."""
+    auto.register()
+    (cell,) = command_of(["model=tiny", "logging=none", f"output_dir={tmp_path}"]).cells
+    monkeypatch.setattr(memory, "PATIENCE_S", 0.0)
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(used))
+    monkeypatch.setattr(study, "device_sampler", lambda device: memory.Nvml())
+    losses = {"event": "losses", "losses": [1.0], "seconds": 1.0, "num_tokens": 18}
+    outcome = Outcome(status=status, reason="" if status == "ok" else "CUDA out of memory", events=[losses])
+    monkeypatch.setattr(study, "run_isolated", lambda *_, **__: dataclasses.replace(outcome))
+    row = study.run_cell(cell, "[1]")
+    crowded = max(used) > 1 << 30 and (status == "oom_device" or len(used) == 1)
+    assert row.crowd_device_bytes == (20 << 30 if crowded else None)
+    assert ("the GPU was shared with" in row.reason) is crowded
+    assert row.reason.startswith(outcome.reason)
+    assert ("  machine.device: the GPU was shared" in capsys.readouterr().out) is (used == [20 << 30])
+    assert read_rows(tmp_path / "rows.jsonl") == [row]
+    assert study.stands(cell) is not (crowded and status == "oom_device")

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from sweeps import auto, config, environment
 from sweeps.config import Cell, cell_from
-from sweeps.result import comparison_key
+from sweeps.result import PATHS, comparison_key, published
 
 GROUPS = {folder.name: sorted(item.stem for item in folder.glob("*.yaml")) for folder in auto.CONF.iterdir() if folder.is_dir()}
 NOT_ALONE = ("ablation", "experiment", "rates", "rung", "tune")
@@ -65,6 +65,8 @@ SAME = [
     "output_dir=x",
     "measure.timeout_s=1.5",
     "machine.host_bytes=9",
+    "machine.checkout=/x",
+    "machine.nvme_path=/x",
     "measure.stop_below=3",
     "measure.repeated=[fsdp2]",
 ]
@@ -170,6 +172,19 @@ def test_auto_chooses_among_whole_models(overrides: list[str], message: str) -> 
         composed(*overrides)
 
 
+@pytest.mark.parametrize(("system", "option"), [("published_megatrain", "checkout"), ("zero_infinity", "nvme_path")])
+def test_a_path_of_the_machine_reaches_the_one_system_that_asks_for_it_and_no_row(system: str, option: str) -> None:
+    given = ["machine.checkout=/clone", "machine.nvme_path=/disk"]
+    cell = composed(f"system={system}", *given)
+    paths = {name: value for name, value in cell.spec().options.items() if name in PATHS}
+    assert paths == {option: "/clone" if option == "checkout" else "/disk"}
+    assert composed(f"system={system}", f"system.{option}=/own", *given).spec().options[option] == "/own"
+    assert composed(f"system={system}").spec().options[option] is None
+    assert not set(composed("system=zero3", *given).spec().options) & set(PATHS)
+    assert published(cell.config)["machine"] == {"device": "cpu", "host_bytes": None, "device_bytes": None}
+    assert cell_from(published(cell.config)).hash == cell.hash
+
+
 def test_keys_of_two_types_have_a_hash() -> None:
     assert len(composed("+model.config.rope_parameters={1:2,a:3}").hash) == 12
 
@@ -177,7 +192,7 @@ def test_keys_of_two_types_have_a_hash() -> None:
 @pytest.mark.parametrize("installed", ["/usr/bin/numactl", None])
 def test_numactl_is_asked_for_by_its_arguments(monkeypatch: pytest.MonkeyPatch, installed: str | None) -> None:
     monkeypatch.setattr("sweeps.config.shutil.which", lambda name: installed)
-    config._try_numactl.cache_clear()
+    config.require_numactl.cache_clear()
     override = "+system.numactl='--cpunodebind=0 --preferred=0'"
     if installed:
         tried: list[list[str]] = []

@@ -74,6 +74,14 @@ def test_every_system_and_this_machine_without_a_gpu(capsys, monkeypatch):
         (["+rates=h200_16cores", "rates.h2d_bytes=fast"], 2, "rates.h2d_bytes: got 'fast', allowed a number > 0"),
         (["+rates=h200_16cores", "~recipe"], 2, "recipe: got nothing, allowed a value"),
         (["system.depth=0"], 2, "system.depth: got 0, allowed an integer >= 1"),
+        (["+tune=zero3"], 2, "tune: got 'zero3', allowed with sweeps.run, for a plan is of one cell; give system=NAME"),
+        (["system=superoffload"], 2, "SuperOffload runs on NVIDIA GPUs alone"),
+        (["system=zero3,fsdp2"], 2, "system: got 'zero3,fsdp2', allowed one value, for a plan is of one cell; ask for one"),
+        (
+            ["--multirun", "system=zero3"],
+            2,
+            "command line: got --multirun, allowed key=value, for a plan is of one cell; remove it",
+        ),
     ],
 )
 def test_what_does_not_fit_or_is_mistyped_is_one_line(arguments, code, said, capsys, monkeypatch):
