@@ -27,6 +27,8 @@ CSV = Path(__file__).with_name("paper.csv")
 OOM = "OOM"
 ATTENTION = "6P + 12LhT"
 """Formula of a FLOP count with attention: L layers of width h, T tokens a sequence; nothing is halved for the causal mask."""
+TRUST = {"P": "its own words", "S2": "by notes that agree", "S1": "by one note", "R": "by its repository"}
+"""What `trust` stands for, in a sentence."""
 MODELS = {name: f"qwen2.5-{name.lower()}" for name in ("3B", "7B", "14B", "32B", "72B")}
 """The paper's sizes -> models of conf/model."""
 OURS = {"megatrain": ("megatrain", "published_megatrain")}
@@ -184,11 +186,12 @@ def printed(frame: pd.DataFrame) -> list[str]:
 def _printed(ours: Claim, theirs: Claim, ratio: Claim | None) -> str:
     assert ours.value is not None
     assert theirs.value is not None
-    quotient = f"{value_text(ratio)}x (trust {ratio.trust})" if ratio else f"{ours.value / theirs.value:.2f}x as we divide"
-    speeds = [f"{value_text(one)} TFLOPS (trust {one.trust}) of {style.name_of(one.system)}" for one in (ours, theirs)]
+    quotient = f"{value_text(ratio)}x ({TRUST[ratio.trust]})" if ratio else f"{ours.value / theirs.value:.2f}x, as we divide,"
+    mine, other = (f"{value_text(one)} TFLOPS ({TRUST[one.trust]})" for one in (ours, theirs))
     where = f"on one {ours.hardware}, {ours.batch_size or 'batch not found'} × {ours.seq_len:,} tokens, formula {ours.formula}"
     flags = "".join(f" † {one.flag}." for one in (ours, theirs) if one.flag)
-    return f"The paper prints at {ours.model} {quotient}, {' against '.join(speeds)}, {where}: a shape, not a race.{flags}"
+    told = f"{quotient} of {style.name_of(theirs.system)} at {ours.model}: {mine} against {other}, {where}"
+    return f"The paper prints {told}; another machine and batch than here.{flags}"
 
 
 def change_text(found: Change) -> str:

@@ -55,13 +55,13 @@ def printed(name: str, *systems: str, **shape: Any) -> list[str]:
 def test_a_report_says_what_the_paper_prints_for_its_size() -> None:
     both = ("megatrain", "zero3")
     assert printed("qwen2.5-14b", *both) == [
-        "The paper prints at 14B 1.84x (trust P), 264† TFLOPS (trust S2) of MegaTrain against 143 TFLOPS (trust S2) of ZeRO-3, "
-        "on one GH200, 96 × 1,024 tokens, formula not stated: a shape, not a race. † 266.3 in Table 4."
+        "The paper prints 1.84x (its own words) of ZeRO-3 at 14B: 264† TFLOPS (by notes that agree) against 143 TFLOPS (by notes "
+        "that agree), on one GH200, 96 × 1,024 tokens, formula not stated; another machine and batch than here. † 266.3 in Table 4."
     ]
     (seven,) = printed("qwen2.5-7b", *both)
-    assert "at 7B 1.23x as we divide, 284.7 TFLOPS (trust S2) of MegaTrain against 232 TFLOPS (trust S1)" in seven
+    assert "1.23x, as we divide, of ZeRO-3 at 7B: 284.7 TFLOPS (by notes that agree) against 232 TFLOPS (by one note)" in seven
     (three,) = printed("qwen2.5-3b", "published_megatrain", "zero3")
-    assert "at 3B 1.39x as we divide, 33.18 TFLOPS (trust S2)" in three
+    assert "1.39x, as we divide, of ZeRO-3 at 3B: 33.18 TFLOPS (by notes that agree)" in three
     assert "on one RTX 3090 24 GB, 7 × 1,024 tokens, formula 6P" in three
     assert not printed("qwen2.5-14b", "megatrain", "fsdp2")
     assert not printed("qwen2.5-14b", *both, seq_len=4096)
