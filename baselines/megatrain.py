@@ -9,16 +9,17 @@ import dataclasses
 
 from baselines.model import build_skeleton
 from baselines.system import SystemSpec
-from engine import EngineConfig, Machine, MegaTrain
+from engine import EngineConfig, Machine, MegaTrain, Rates
 
 LABEL = "preset"
 """The option that only names the others, for rows and figures."""
 
 
-def build(spec: SystemSpec, machine: Machine | None = None) -> MegaTrain:
+def build(spec: SystemSpec, machine: Machine | None = None, rates: Rates | None = None) -> MegaTrain:
     """The engine for `spec`; ValueError for an option it does not have. Allocates nothing that grows with the model.
 
-    machine: one that is not here, to plan for; None is the machine at hand with the host memory that `spec` has.
+    machine: one that is not here, to plan for; None is the machine at hand with the memory that `spec` has. rates: what that was
+    found to do in a second; None has it probed.
     """
     allowed = [field.name for field in dataclasses.fields(EngineConfig)]
     options = {key: value for key, value in spec.options.items() if key != LABEL}
@@ -34,5 +35,5 @@ def build(spec: SystemSpec, machine: Machine | None = None) -> MegaTrain:
         dtype=spec.dtype,
         device=spec.device,
         config=EngineConfig(**options),
-        machine=machine or Machine(host_memory=spec.host_memory, device_memory=spec.device_memory),
+        machine=machine or Machine(rates=rates, host_memory=spec.host_memory, device_memory=spec.device_memory),
     )

@@ -1,7 +1,7 @@
 """The process of one cell: build, plan, set up, measure, report. Started by sweeps.isolate, never by hand.
 
-Invariant: it refuses before it allocates. Its stdin is the plain config, its events leave on a pipe as JSON lines, and
-its stdout and stderr are a log that nobody parses.
+Invariant: it refuses before it allocates. Its stdin is the plain config with, as `rates`, what the study knows of the
+machine; its events leave on a pipe as JSON lines, and its stdout and stderr are a log that nobody parses.
 
     python -m sweeps.cell --events-fd FD < config.json
 """
@@ -91,20 +91,22 @@ def cap_device_memory(num_bytes: int) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total))
 
 
-def work(cell: Cell, emit: Emitter) -> None:
-    """The whole life of one cell."""
+def work(cell: Cell, emit: Emitter, rates: Mapping[str, float] | None = None) -> None:
+    """The whole life of one cell. rates: what the engine would otherwise probe."""
     emit("phase", name="import")
     import torch
 
+    from baselines import megatrain
     from baselines.model import initial_weights
     from baselines.system import build
+    from engine import Rates
     from sweeps import bench, data, heldout
 
     spec = cell.spec()
     if cell.machine.device == "cuda" and cell.machine.device_bytes:
         cap_device_memory(cell.machine.device_bytes)
     try:
-        system = build(cell.system, spec)
+        system = build(cell.system, spec) if rates is None else megatrain.build(spec, rates=Rates(**rates))
         told, refusal = outlook(system, cell)
         steps = data.batches(data.corpus_of(cell.data), cell.shape, cell.seed)
     except ValueError as error:
@@ -147,8 +149,10 @@ def main() -> int:
     emit = Emitter(parser.parse_args().events_fd)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed parent leaves no cell behind
-    cell = cell_from(json.load(sys.stdin))
-    return guarded(lambda: work(cell, emit), emit)
+    config = json.load(sys.stdin)
+    rates = config.pop("rates", None)
+    cell = cell_from(config)
+    return guarded(lambda: work(cell, emit, rates), emit)
 
 
 if __name__ == "__main__":

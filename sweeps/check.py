@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from baselines.system import build
-from engine import Machine
 from sweeps import environment
 from sweeps.cell import Emitter, outlook
 from sweeps.config import Cell, cell_from
@@ -86,8 +85,7 @@ def look(cell: Cell, rates: dict[Any, Any], emit: Callable[..., None], *, predic
             from baselines import megatrain
 
             pinned = cell.options.get("pinned")
-            machine = Machine(rates=rates.get(pinned), device_memory=spec.device_memory, host_memory=spec.host_memory)
-            system = megatrain.build(spec, machine)
+            system = megatrain.build(spec, rates=rates.get(pinned))
             rates[pinned] = system.rates
         else:
             return

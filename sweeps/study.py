@@ -11,7 +11,7 @@ import dataclasses
 import datetime
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -162,13 +162,15 @@ def _measure(cell: Cell, log: Path, sinks: Sequence[Sink]) -> Row:
         print(f"  machine.device: {crowd}", flush=True)
     peak = ceilings.cached_matrix_peak(cell.output_dir, cell.machine.device)
 
+    rates = known_rates(cell)
+
     def tell(event: Event) -> None:
         for sink in sinks:
             sink.event(event)
 
     outcome = run_isolated(
         "sweeps.cell",
-        cell.config,
+        {**cell.config, **({"rates": rates} if rates else {})},
         log=log,
         timeout_s=cell.measure.timeout_s,
         device=device,
@@ -183,6 +185,26 @@ def _measure(cell: Cell, log: Path, sinks: Sequence[Sink]) -> Row:
         outcome.reason = "; ".join(filter(None, (outcome.reason, str(crowd))))
     row = row_of(cell, outcome, started_at=started_at, machine=environment.machine(cell.machine, peak))
     return compared(row, rows_of(cell.rows_path))
+
+
+def known_rates(cell: Cell) -> dict[str, float] | None:
+    """What an earlier cell in this folder probed on this machine, in the same way and at the same commit; None for other systems.
+
+    Probes of one machine differ, and the placements that follow from them: cells of a study are to differ in what it varies.
+    """
+    here, commit = environment.boot(), environment.git_commit()
+    if cell.system != "megatrain" or here is None:
+        return None
+    for row in rows_of(cell.rows_path):
+        mine = (row.system, row.machine.get("boot"), row.git_commit) == (cell.system, here, commit)
+        if mine and "rates" in row.plan and _probing(row.config) == _probing(cell.config):
+            return dict(row.plan["rates"])
+    return None
+
+
+def _probing(config: Mapping[str, Any]) -> list[Any]:
+    """The options that a probe depends on."""
+    return [config["system"].get(name) for name in ("pinned", "num_threads", "omp_num_threads", "numactl")]
 
 
 def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, Any]) -> Row:

@@ -1,0 +1,71 @@
+"""What one cell of a study probed of the machine is what the next ones plan with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sweeps import auto, cell, environment, study
+from sweeps.config import Cell, cell_from
+from sweeps.isolate import Outcome
+from sweeps.result import Row
+from sweeps.run import command_of
+from sweeps.sinks import JsonlSink
+from tests.models import H200
+
+RATES = dataclasses.asdict(H200)
+
+
+def cell_of(folder: Path, *overrides: str) -> Cell:
+    auto.register()
+    (one,) = command_of([f"output_dir={folder}", "logging=none", "model=tiny", "system=megatrain", *overrides]).cells or []
+    return one
+
+
+def probed(one: Cell, **fields: Any) -> Row:
+    """The row of a cell that had to probe, as the study writes it."""
+    event = {"event": "predicted", "prediction": {"step_s": 1.0, "rates": RATES}}
+    machine = environment.machine(one.machine, None)
+    row = study.row_of(one, Outcome(status="error", events=[event]), started_at="2026", machine=machine)
+    row = dataclasses.replace(row, **fields)
+    JsonlSink(one.rows_path).row(row)
+    return row
+
+
+def test_a_cell_plans_with_what_an_earlier_one_had_probed(tmp_path: Path) -> None:
+    one = cell_of(tmp_path)
+    assert study.known_rates(one) is None
+    probed(one)
+    for overrides in ([], ["system.depth=3"], ["system=megatrain_fast"], ["shape.batch_size=8"]):
+        assert study.known_rates(cell_of(tmp_path, *overrides)) == RATES
+    for overrides in (["system.num_threads=1"], ["system.pinned=torch"], ["+system.omp_num_threads=1"], ["system=in_memory"]):
+        assert study.known_rates(cell_of(tmp_path, *overrides)) is None
+
+
+@pytest.mark.parametrize("fields", [{"git_commit": "another"}, {"machine": {"boot": "another"}}, {"machine": {}}, {"plan": {}}])
+def test_rates_of_another_machine_or_commit_are_probed_anew(tmp_path: Path, fields: dict[str, Any]) -> None:
+    one = cell_of(tmp_path)
+    probed(one, **fields)
+    assert study.known_rates(one) is None
+
+
+def test_what_is_known_reaches_the_cell_and_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, sent, seen = cell_of(tmp_path), list[dict[str, Any]](), list[Any]()
+    probed(one)
+    monkeypatch.setattr(study, "run_isolated", lambda _, config, **__: sent.append(config) or Outcome(status="error", reason="x"))
+    study.run_cell(one, "")
+    rates = json.loads(json.dumps(sent[0])).pop("rates")
+    assert rates == RATES
+    assert cell_from({name: value for name, value in sent[0].items() if name != "rates"}).hash == one.hash
+
+    def outlook(system: Any, _: Cell) -> tuple[list[Any], str]:
+        seen.append(system.rates)
+        return [], "seen enough"
+
+    monkeypatch.setattr(cell, "outlook", outlook)
+    cell.work(one, lambda event, **fields: None, rates)
+    assert seen == [H200]
