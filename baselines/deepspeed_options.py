@@ -22,8 +22,6 @@ ONE_LAYER = -1
 """`prefetch_bucket_size` that stands for the parameters of the largest decoder layer."""
 SMALLEST = 0.0
 """`offload_ratio` that stands for the smallest that has room."""
-USABLE = 0.94
-"""Share of the device's memory that the smallest ratio fills, as much as the engine's placement does."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

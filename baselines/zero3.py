@@ -32,7 +32,6 @@ from baselines.common import (
 )
 from baselines.deepspeed_options import (
     SMALLEST,
-    USABLE,
     DeepSpeedOptions,
     Zero2Options,
     Zero3Options,
@@ -47,7 +46,7 @@ from baselines.deepspeed_setup import import_deepspeed, require_deepspeed, sole_
 from baselines.loss import loss_of
 from baselines.model import config_of, count_params, decoder_layers, materialise
 from baselines.system import SystemSpec, Unsupported
-from engine import Batch, NonFiniteLossError, Plan
+from engine import USABLE_DEVICE, Batch, NonFiniteLossError, Plan
 
 STAGING_BYTES_PER_PARAM = 6
 """Pinned staging and power-of-two pinning: 26 measured bytes of host memory per parameter less the 20 accounted for."""
@@ -117,7 +116,7 @@ class Zero3:
         room = 0
         if self.spec.device.type == "cuda":
             memory = self.spec.device_memory or int(torch.cuda.mem_get_info(self.spec.device)[1])
-            room = int(USABLE * memory) - self.plan().device_bytes
+            room = int(USABLE_DEVICE * memory) - self.plan().device_bytes
         return dataclasses.replace(options, offload_ratio=smallest_ratio(sub_groups(self.spec.model, options.sub_group_size), room))
 
     def dtypes(self) -> dict[str, str]:

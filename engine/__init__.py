@@ -7,6 +7,7 @@ from engine.config import EngineConfig
 from engine.cost import Rates
 from engine.engine import MegaTrain
 from engine.optimizer import cache_directory, clip_scale
+from engine.placement import USABLE_DEVICE
 from engine.plan import Plan, layer_activation_bytes, logits_bytes
 from engine.planner import Machine
 from engine.recipe import IGNORE_INDEX, Batch, NonFiniteLossError, Recipe
@@ -14,6 +15,7 @@ from engine.timeline import Timeline
 
 __all__ = [
     "IGNORE_INDEX",
+    "USABLE_DEVICE",
     "Batch",
     "EngineConfig",
     "Machine",

@@ -14,7 +14,7 @@ from engine.pipeline import Pipeline
 
 AUTO = -1
 """Option value that leaves the choice to this module."""
-USABLE = 0.94
+USABLE_DEVICE = 0.94
 """Share of the device's memory to fill; the rest is the CUDA context, library workspaces and fragmentation."""
 USABLE_HOST = 0.9
 """Share of the host's memory to fill; the rest is the kernel's, for pages and pinned memory too. At 94% a run was killed."""

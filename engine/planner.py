@@ -88,7 +88,7 @@ class Planner:
     def _fits(self, p: Pipeline) -> bool:
         host = self.machine.host_memory
         fits_host = host is None or sum(self.host_bytes(p).values()) <= placement.USABLE_HOST * host
-        return fits_host and self._device_total(p) <= placement.USABLE * self._device_memory
+        return fits_host and self._device_total(p) <= placement.USABLE_DEVICE * self._device_memory
 
     def predict(self, p: Pipeline) -> Timeline:
         """One steady step, simulated."""

@@ -6,7 +6,6 @@ Invariant: one line out for any error in; Hydra's and OmegaConf's paragraphs are
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -19,11 +18,11 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
+from sweeps.auto import CONF
 from sweeps.result import PATHS
 
 USER_ERRORS = (HydraException, OmegaConfBaseException, ValueError, OSError)
 """What ends in one line and exit code 2."""
-CONF = Path(__file__).resolve().parent.parent / "conf"
 FIELD_ERRORS = (ConfigKeyError, ConfigAttributeError)
 
 
