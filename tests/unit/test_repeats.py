@@ -69,9 +69,10 @@ def test_the_headline_runs_every_system_and_repeats_three() -> None:
 
 def test_the_headline_is_the_same_at_every_size() -> None:
     files: list[Any] = [OmegaConf.to_container(OmegaConf.load(auto.CONF / "experiment" / f"{name}.yaml")) for name in HEADLINE]
-    sizes = [(file.pop("experiment"), file["defaults"].pop(0)["override /model"]) for file in files]
-    assert sizes == [(f"zero3_{size}", f"qwen2.5-{size}") for size in ("14b", "3b", "7b")]
-    assert files[0] == files[1] == files[2]
+    assert files == [
+        {"defaults": ["common/headline", {"override /model": f"qwen2.5-{size}"}, "_self_"], "experiment": f"zero3_{size}"}
+        for size in ("14b", "3b", "7b")
+    ]
 
 
 def test_a_system_to_repeat_that_does_not_exist_is_one_line() -> None:
