@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from analysis import stats, style
-from analysis.compare import Standing, pooled, standing_of
+from analysis.standing import Standing, pooled, standing_of
 from analysis.stats import Estimate
 from sweeps.result import flat
 
@@ -91,7 +91,7 @@ def cell_of(record: Mapping[Hashable, Any]) -> Cell:
 
 
 def cells_of(frame: pd.DataFrame) -> list[Cell]:
-    """A cell for each configuration, its repeats pooled as in every table (`compare.pooled`); those of two files are two runs."""
+    """A cell for each configuration, its repeats pooled as in every table (`standing.pooled`); those of two files are two runs."""
     configurations: dict[tuple[str, Family, str], list[Cell]] = {}
     for record in frame.to_dict("records"):
         one, source = cell_of(record), str(record["source"])

@@ -142,6 +142,7 @@ class Study:
             told += [f"{name}: {mine.status_label}{why}"] if why or not mine.measured else []
             told += [f"{name}: numerics differ from the reference; not compared"] if mine.differs else []
             told += [f"{name}: {mine.caveat}"] if mine.measured and mine.caveat else []
+            told += [f"{name}: {mine.missed}"] if mine.missed else []
         told += ["Predicted speeds are the cost model's, not measured."] if any(one.predicted for one in self.cells) else []
         return told + ([CPU_NOTE] if self.machine.startswith("CPU only") else [])
 

@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from analysis.cells import Cell, change, comparable, percent, ratio
-from analysis.compare import BASELINE, Comparison, Standing, notes
+from analysis.compare import BASELINE, Comparison, notes
+from analysis.standing import Standing
 from analysis.stats import Estimate
 from analysis.studies import Study
 from analysis.style import name_of

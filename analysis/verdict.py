@@ -6,7 +6,8 @@ Invariant: a ratio in words is one of the table's, or says whose it is; nobody w
 from __future__ import annotations
 
 from analysis import stats
-from analysis.compare import Comparison, Standing, interval_text
+from analysis.compare import Comparison, interval_text
+from analysis.standing import Standing
 from analysis.stats import Estimate
 
 

@@ -17,8 +17,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from analysis import style
-from analysis.compare import Standing, compare
+from analysis.compare import compare
 from analysis.figures.quickstart import heading
+from analysis.standing import Standing
 
 OBSERVED, PLANNED = 0.26, 0.4
 """Heights of the two bars of a system, in rows."""

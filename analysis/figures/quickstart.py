@@ -21,9 +21,10 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
 from analysis import machines, style
-from analysis.compare import Comparison, Standing, compare
+from analysis.compare import Comparison, compare
 from analysis.figures import layout
 from analysis.scales import params_text
+from analysis.standing import Standing
 from analysis.stats import Estimate
 from analysis.style import look
 from sweeps.result import LOSS_TOLERANCE

@@ -110,7 +110,7 @@ def deep_rows() -> list[Row]:
 
 
 def batch_rows(**fields: Any) -> list[Row]:
-    """Stream and fast at three batches; streaming at the largest is only predicted."""
+    """Stream and fast at three batches, the measured ones with fields; streaming at the largest is only predicted."""
     rows = []
     for preset, batch in itertools.product(("stream", "fast"), (2, 8, 32)):
         common: dict[str, Any] = {"experiment": "batch_size", "batch_size": batch, "cell": f"{preset}{batch}", "preset": preset}
@@ -118,7 +118,7 @@ def batch_rows(**fields: Any) -> list[Row]:
         if (preset, batch) == ("stream", 32):
             rows.append(row("megatrain", status="wont_fit", plan={"step_s": 8.0, "window_step_s": 8.192}, **common))
         else:
-            rows.append(row("megatrain", windows(step_s), tokens_per_s=batch * 1024 / step_s, **common))
+            rows.append(row("megatrain", windows(step_s), tokens_per_s=batch * 1024 / step_s, **(common | fields)))
     return rows
 
 

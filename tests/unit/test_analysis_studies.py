@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from analysis import load, studies, tables
+from analysis import compare, load, studies, tables
 from analysis.compare import CPU_NOTE
 from analysis.studies import study_of
 from sweeps.result import Row
@@ -116,6 +116,15 @@ def test_a_prediction_is_of_the_windows_as_they_are_measured() -> None:
     """Windows end with a drain; older rows predict the steady step alone."""
     guesses = [one.predicted.value for rows in (batch_rows(), grid_rows()) for one in study(rows).cells if one.predicted]
     assert guesses == [pytest.approx(32 * 1024 / 8.192), pytest.approx(32 * 1024 / 4.096)]
+
+
+def test_a_host_peak_that_was_missed_says_so() -> None:
+    rows = batch_rows(plan={"host": {"moments": 100 * 10**9}}, peak_host_bytes=90 * 10**9)
+    assert not [note for note in study(rows).notes if "host memory" in note]
+    rows[0] = dataclasses.replace(rows[0], peak_host_bytes=31_700_000_000)
+    told = "31.7 GB of host memory seen of 100.0 GB planned: sampled too early"
+    assert f"MegaTrain stream at batch 2: {told}" in study(rows).notes
+    assert f"MegaTrain stream: {told}" in compare.notes(compare.compare(load.from_rows(rows[:1])))
 
 
 def test_repeats_are_one_cell_of_a_study() -> None:
