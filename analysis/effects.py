@@ -38,6 +38,7 @@ class Change:
     num_rounds: int
     num_windows: int
     """Windows of each of the two, over all rounds."""
+    steps_per_window: int
     file: str
     """Where its rows are; empty where they come from no file."""
 
@@ -45,7 +46,7 @@ class Change:
 def setting_changes(frame: pd.DataFrame, setting: str) -> list[Change]:
     """What a setting of the paper's ablation does in these rows, best-founded first; empty where no two differ in it alone.
 
-    That is the pair with most streams (overlap is what is taken away), of such pairs that with most windows, then the last.
+    That is the pair with most streams (overlap is what is taken away), of such pairs that with most steps measured, then the last.
     """
     if setting not in SETTINGS:
         return []
@@ -55,7 +56,7 @@ def setting_changes(frame: pd.DataFrame, setting: str) -> list[Change]:
         for _, alike in rows.groupby([*load.GROUP, "git_commit"], sort=False, dropna=False):
             found += _changes(alike.to_dict("records"), name, value, base_value)
     found.reverse()
-    return sorted(found, key=lambda one: (-one.cell.config.get(STREAMS, 0), -one.num_windows))
+    return sorted(found, key=lambda one: (-one.cell.config.get(STREAMS, 0), -one.num_windows * one.steps_per_window))
 
 
 def _changes(records: list[Record], name: str, value: int, base_value: int) -> list[Change]:
@@ -87,6 +88,7 @@ def _change(rounds: list[tuple[Record, Record]]) -> Change:
         estimate=Estimate(value=over.value - 1, lo=lo, hi=hi, num_samples=over.num_samples),
         num_rounds=len(rounds),
         num_windows=sum(min(len(record["step_s"]), len(base["step_s"])) for record, base in rounds),
+        steps_per_window=int(first["config"]["measure"].get("steps_per_window", 1)),
         file=source.name if source.suffix == ".jsonl" else "",
     )
 

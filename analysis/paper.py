@@ -224,9 +224,10 @@ def double_buffering(frame: pd.DataFrame) -> str:
 
 
 def _basis(found: Change) -> str:
-    """What a change rests on: windows, rounds, and the file that holds them."""
+    """What a change rests on: windows and their steps, rounds, and the file that holds them."""
     rounds = f" in {found.num_rounds} rounds" if found.num_rounds > 1 else ""
-    return f"{found.num_windows} windows of each{rounds}{f', {found.file}' if found.file else ''}"
+    steps = f"{found.steps_per_window} step{'s' * (found.steps_per_window > 1)}"
+    return f"{found.num_windows} windows of {steps} each{rounds}{f', {found.file}' if found.file else ''}"
 
 
 def value_text(claim: Claim) -> str:

@@ -58,7 +58,7 @@ def test_no_pair_spans_machines_commits_or_ways_to_measure(differs: dict[str, An
     assert changes([dataclasses.replace(shallow, **differs), deep]) == []
 
 
-def test_no_pair_spans_files_and_the_one_with_most_windows_speaks(tmp_path: Path) -> None:
+def test_no_pair_spans_files_and_the_one_with_most_steps_speaks(tmp_path: Path) -> None:
     shallow, deep = depth_rows(6.0, 4.0)
     apart = load.load(save(tmp_path / "a.jsonl", [shallow]), save(tmp_path / "b.jsonl", [deep]))
     assert effects.setting_changes(apart, "without double buffering") == []
@@ -67,6 +67,10 @@ def test_no_pair_spans_files_and_the_one_with_most_windows_speaks(tmp_path: Path
     found = effects.setting_changes(frame, "without double buffering")
     assert [(one.file, one.num_windows) for one in found] == [("a.jsonl", 3), ("b.jsonl", 2)]
     assert found[0].estimate.value == pytest.approx(4 / 6 - 1)
+    longer = [dataclasses.replace(one, config=one.config | {"measure": {"windows": 2, "steps_per_window": 2}}) for one in brief]
+    frame = load.load(save(tmp_path / "a.jsonl", [shallow, deep]), save(tmp_path / "b.jsonl", longer))
+    found = effects.setting_changes(frame, "without double buffering")
+    assert [(one.file, one.num_windows, one.steps_per_window) for one in found] == [("b.jsonl", 2, 2), ("a.jsonl", 3, 1)]
 
 
 def test_repeats_pair_round_by_round() -> None:
