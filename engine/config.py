@@ -38,6 +38,9 @@ class EngineConfig:
     """Compile each layer configuration, and the loss, once with torch.compile."""
     loss_chunk: int = 4096
     """Tokens whose logits are alive at a time."""
+    mlp_chunk: int = 0
+    """Tokens that a layer's MLP takes at a time, for long contexts: MLP-wide values exist for these alone. 0, and a micro-batch
+    of no more tokens, takes all at once."""
     master: str = "split"
     """Master of a bfloat16 run: split (fp32, as bf16 weight + int16 remainder), fp32 (apart), bf16 (the weight, as published)."""
     pinned: str = "exact"
@@ -52,10 +55,10 @@ class EngineConfig:
             ("depth", "checkpoint_interval", "loss_chunk"),
             ("device_optimizer", "keep_activations", "offload_activations"),
         )
-        for name in (*at_least_one, *or_auto, "gradient_slabs", "num_threads"):
+        for name in (*at_least_one, *or_auto, "gradient_slabs", "mlp_chunk", "num_threads"):
             value, least = getattr(self, name), int(name in at_least_one) - int(name in or_auto)
             if type(value) is not int or value < least:
-                raise ValueError(f"system.{name}: got {value!r}, allowed an integer >= {least}; set system.{name}={max(least, 1)}")
+                raise ValueError(f"system.{name}: got {value!r}, allowed an integer >= {least}; set system.{name}={max(least, 0)}")
         if self.num_threads > MAX_THREADS:
             raise ValueError(
                 f"system.num_threads: got {self.num_threads}, allowed an integer 0 to {MAX_THREADS}; set system.num_threads=0"

@@ -146,6 +146,8 @@ class Cost:
     loss_chunk: int
     compiled: bool
     rates: Rates
+    mlp_chunk: int = 0
+    """Tokens that the MLP takes at a time, fewer than a micro-batch's, or 0 for all of these."""
 
     @property
     def tokens(self) -> int:
@@ -196,14 +198,38 @@ class Cost:
         if phase in ("forward", "forward_kept", "forward_offloaded", "recompute"):
             return forward
         if phase in ("backward_kept", "backward_offloaded"):
-            return backward
-        if phase == "backward":
-            dead = 2 * self.widths.inner * self.widths.hidden if self.compiled else 0
-            return backward + forward - self._products(dead)
+            return backward + self._rebuilt_mlp
+        if phase == "backward":  # a chunked MLP's products are left to the backward: once in either case
+            return backward + forward - self._products(self._dead) + self._summed_mlp
         if phase == "tail":
             return self._tail()
         embedding = 2 * self.itemsize * self.widths.hidden * self.tokens
         return self._moved(embedding + (phase == "embed_backward") * FINISH_BYTES * num_params)
+
+    @property
+    def _dead(self) -> int:
+        """Forward operations a token that a recomputation leaves out."""
+        return 2 * self.widths.inner * self.widths.hidden if self.compiled else 0
+
+    @property
+    def _rebuilt_mlp(self) -> float:
+        """Seconds that the backward of a kept graph computes a chunked gated MLP again."""
+        if not self.mlp_chunk:
+            return 0.0
+        products = self._products(6 * self.widths.inner * self.widths.hidden - self._dead)
+        return products + self._moved(self._gated * self.widths.inner * self.tokens) / LAYER_BANDWIDTH + self._summed_mlp
+
+    @property
+    def _summed_mlp(self) -> float:
+        """Seconds to add the gradients of each chunk's weights to their fp32 sums."""
+        micro_batches, rows, seq_len = self.shape
+        num_chunks = micro_batches * -(-rows * seq_len // self.mlp_chunk) if self.mlp_chunk else 0
+        return self._moved(num_chunks * (self.itemsize + 8) * 3 * self.widths.inner * self.widths.hidden)
+
+    @property
+    def _gated(self) -> int:
+        """Bytes that a gated MLP's activation and product read and write, a value of its inner width."""
+        return 6 if self.compiled else 10
 
     @cached_property
     def _layer_bytes(self) -> int:
@@ -211,11 +237,11 @@ class Cost:
 
         Eager: each norm goes through fp32 (36 bytes a value of the hidden state), each sum with the residual takes 6; the
         rotation of a query or key value 20; the gated MLP's activation and product 10. Compiled: 10, 4 and 6, each read and
-        written once. A backward moves twice as much.
+        written once; beside a chunked MLP it alone is. A backward moves twice as much.
         """
         w = self.widths
-        hidden, rotated, gated = (20, 4, 6) if self.compiled else (84, 20, 10)
-        return hidden * w.hidden + rotated * (w.queries + w.keys) + gated * w.inner
+        hidden, rotated = (20, 4) if self.compiled and not self.mlp_chunk else (84, 20)
+        return hidden * w.hidden + rotated * (w.queries + w.keys) + self._gated * w.inner
 
     @property
     def _attention_flops(self) -> float:

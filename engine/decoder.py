@@ -43,12 +43,13 @@ class Recording:
 class Decoder:
     """The parts of one model skeleton. Its layer modules are replaced by recorders for good."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, mlp_chunk: int = 0) -> None:
+        """mlp_chunk: as `Template` takes it."""
         self.model = model
         self.prefix, layers = _find_layers(model)
         _refuse_dropout(model)
         self.layers = layers
-        self.templates: list[Template] = share_templates(layers)
+        self.templates: list[Template] = share_templates(layers, mlp_chunk=mlp_chunk)
         self.blocks: list[dict[str, torch.Size]] = _blocks(model, self.prefix, layers)
         self._inject: torch.Tensor | None = None
         self._first: list[torch.Tensor] = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -54,11 +55,13 @@ class MegaTrain:
         """
         if dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"system.dtype: got {dtype}, allowed bfloat16, float32; bfloat16 keeps an fp32 master beside it")
-        self.config, self.recipe, self.dtype = config or EngineConfig(), recipe, dtype
+        config, tokens = config or EngineConfig(), micro_batch_size * seq_len
+        self.config = replace(config, mlp_chunk=config.mlp_chunk if config.mlp_chunk < tokens else 0)
+        self.recipe, self.dtype = recipe, dtype
         self.device = _with_index(torch.device(device))
         self.shape = (num_micro_batches, micro_batch_size, seq_len)
         self._lanes = lanes
-        self._decoder = Decoder(model)
+        self._decoder = Decoder(model, mlp_chunk=self.config.mlp_chunk)
         asked = Pipeline(
             num_layers=self._decoder.num_layers,
             depth=self.config.depth,

@@ -63,7 +63,9 @@ class Widths:
         )
 
 
-def layer_activation_bytes(config: Any, tokens: int, itemsize: int, *, backward: bool = True, compiled: bool = False) -> int:
+def layer_activation_bytes(
+    config: Any, tokens: int, itemsize: int, *, backward: bool = True, compiled: bool = False, mlp_chunk: int = 0
+) -> int:
     """Bytes that one decoder layer's graph holds, its output too, and where `backward` the temporaries of its backward.
 
     config: a transformers config. Counted for a pre-norm layer with rotary attention through a fused kernel and a gated
@@ -72,9 +74,18 @@ def layer_activation_bytes(config: Any, tokens: int, itemsize: int, *, backward:
     (template.py): gate and up, queries, keys, values, attention's output and what is added to the residual; the
     backward rebuilds the rest, four MLP-wide temporaries. Within 1% of the allocator's peaks with layers of the 3B, 7B
     and 14B shapes at 32,768 tokens (docs/log.md).
+
+    mlp_chunk: tokens that the MLP takes at a time (chunked.py), 0 all. Where it is fewer the layer is eager but for the MLP, of
+    which nothing is kept. Its backward holds a chunk's MLP-wide values, its input's gradient and fp32 sums of its weights'; that
+    of the norm before it, later, five fp32 temporaries, when all but that norm's fp32 copy is gone. The larger is the peak.
     """
     w = Widths.of(config)
     attention = itemsize * 2 * (w.queries + w.keys) + 4 * w.heads  # and the softmax's log-sums
+    if 0 < mlp_chunk < tokens:
+        kept = attention + 2 * (4 + 2 * itemsize) * w.hidden + itemsize * w.hidden
+        mlp = itemsize * (w.hidden * tokens + (6 * w.inner + w.hidden) * mlp_chunk) + 4 * 3 * w.inner * w.hidden
+        norm = (5 * 4 - 2 * itemsize) * w.hidden * tokens
+        return tokens * kept + backward * max(mlp, norm)
     if compiled:
         kept, temporary = attention + itemsize * 2 * (w.inner + w.hidden), 4 * w.inner + w.hidden
     else:
@@ -83,10 +94,10 @@ def layer_activation_bytes(config: Any, tokens: int, itemsize: int, *, backward:
     return tokens * (kept + backward * itemsize * temporary)
 
 
-def offloaded_bytes(config: Any, tokens: int, itemsize: int, *, compiled: bool = False) -> int:
+def offloaded_bytes(config: Any, tokens: int, itemsize: int, *, compiled: bool = False, mlp_chunk: int = 0) -> int:
     """Bytes of a layer's graph that can wait on the host: all but its output, which is the next layer's input."""
     output = tokens * Widths.of(config).hidden * itemsize
-    return layer_activation_bytes(config, tokens, itemsize, backward=False, compiled=compiled) - output
+    return layer_activation_bytes(config, tokens, itemsize, backward=False, compiled=compiled, mlp_chunk=mlp_chunk) - output
 
 
 def logits_bytes(vocab_size: int, tokens: int, itemsize: int, *, compiled: bool = False) -> int:
@@ -103,6 +114,7 @@ def device_bytes(
     loss_chunk: int,
     *,
     compiled: bool = False,
+    mlp_chunk: int = 0,
 ) -> dict[str, int]:
     """Peak device bytes by kind, without optimizer state. shape: (number of micro-batches, rows, seq_len)."""
     num_micro_batches, rows, seq_len = shape
@@ -121,10 +133,12 @@ def device_bytes(
     chunk, matrix = min(tokens, loss_chunk), max(layouts[0].numel, layouts[-1].numel)
     logits = logits_bytes(config.vocab_size, chunk, size, compiled=compiled)
     head = max(logits, (chunk * config.vocab_size + matrix) * size)  # then one gradient of the logits and the head's own
-    kept = num_micro_batches * layer_activation_bytes(config, tokens, size, backward=False, compiled=compiled)
-    moved = num_micro_batches * offloaded_bytes(config, tokens, size, compiled=compiled)
-    graph = layer_activation_bytes(config, tokens, size, compiled=compiled) + layer * size  # and a layer's gradients
-    temporary = graph - layer_activation_bytes(config, tokens, size, backward=False, compiled=compiled)
+    held = layer_activation_bytes(config, tokens, size, backward=False, compiled=compiled, mlp_chunk=mlp_chunk)
+    kept = num_micro_batches * held
+    moved = num_micro_batches * offloaded_bytes(config, tokens, size, compiled=compiled, mlp_chunk=mlp_chunk)
+    graph = layer_activation_bytes(config, tokens, size, compiled=compiled, mlp_chunk=mlp_chunk)
+    graph += layer * size  # and a layer's gradients
+    temporary = graph - held
     back = min(p.offloaded_layers, max(1, p.kept_layers)) * moved  # fetched ahead of their backward
     peaks = [
         _forward_peak(p, kept, moved),

@@ -108,6 +108,7 @@ class Planner:
             activation_bytes=self._activation_bytes,
             loss_chunk=self.config.loss_chunk,
             compiled=self.config.compile,
+            mlp_chunk=self.config.mlp_chunk,
             rates=self.rates,
         )
 
@@ -115,8 +116,10 @@ class Planner:
     def _activation_bytes(self) -> int:
         """Of one offloaded layer."""
         num_micro_batches, rows, seq_len = self.shape
-        size = offloaded_bytes(self.model_config, rows * seq_len, self.dtype.itemsize, compiled=self.config.compile)
-        return num_micro_batches * size
+        compiled, mlp_chunk = self.config.compile, self.config.mlp_chunk
+        return num_micro_batches * offloaded_bytes(
+            self.model_config, rows * seq_len, self.dtype.itemsize, compiled=compiled, mlp_chunk=mlp_chunk
+        )
 
     def host_spec(self, p: Pipeline) -> HostSpec:
         """Sizes of the host store."""
@@ -145,7 +148,14 @@ class Planner:
     def device_bytes(self, p: Pipeline) -> dict[str, int]:
         """Device bytes by kind."""
         device = device_bytes(
-            p, self.layouts, self.model_config, self.dtype, self.shape, self.config.loss_chunk, compiled=self.config.compile
+            p,
+            self.layouts,
+            self.model_config,
+            self.dtype,
+            self.shape,
+            self.config.loss_chunk,
+            compiled=self.config.compile,
+            mlp_chunk=self.config.mlp_chunk,
         )
         state = self.host_spec(p).device_state_bytes()
         state.pop("weights")  # counted above

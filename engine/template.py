@@ -16,6 +16,8 @@ import torch._functorch.config as functorch_config
 from torch import nn
 from torch.func import functional_call, vjp
 
+from engine.chunked import ChunkedMLP, is_only_added
+
 if TYPE_CHECKING:
     from engine.decoder import Call
 
@@ -31,13 +33,19 @@ for 1 ms of a 7B layer's 76 (docs/log.md). Values from 0.7 to 0.9 gave the same 
 class Template:
     """A decoder layer without weights."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, *, mlp_chunk: int = 0) -> None:
+        """mlp_chunk: tokens that the layer's MLP takes at a time, 0 all. Raises ValueError where it has no `mlp`."""
         self.module = copy.deepcopy(layer)
         for owner in self.module.modules():
             for name, parameter in owner._parameters.items():
                 if parameter is not None:
                     owner._parameters[name] = nn.Parameter(parameter.detach().to("meta"))
-        self._indexed = [m for m in self.module.modules() if hasattr(m, INDEX)]
+        self.mlp = ChunkedMLP(self.module, mlp_chunk) if mlp_chunk else None
+        copies = () if self.mlp is None else (self.mlp.module,)
+        self._indexed = [m for m in (*self.module.modules(), *copies) if hasattr(m, INDEX)]
+        self._skips_mlp = self.mlp is not None
+        self.num_rebuilt = self.mlp.num_params if self.mlp is not None else 0
+        """Parameters whose products the backward of a kept graph computes again."""
         self._call: Callable[..., Any] = self._plain
         self._pull: Callable[..., Any] | None = None
 
@@ -45,8 +53,11 @@ class Template:
         """Compile the layer once for all layers of this configuration: weights are inputs.
 
         Recomputation and backward become one graph, in which what no gradient needs is dead code: of a gated MLP the
-        last product, a quarter of the layer's recomputation.
+        last product, a quarter of the layer's recomputation. Where the MLP is chunked, a chunk of it is what is compiled.
         """
+        if self.mlp is not None:
+            self.mlp.compile()
+            return
         self._call = torch.compile(self._plain, dynamic=False)
         self._pull = torch.compile(self._plain_pull, dynamic=False)
 
@@ -91,7 +102,20 @@ class Template:
             self._set_index(index)
             grads, grad_hidden = self._pull(dict(weights), hidden, call.args, dict(call.kwargs), grad_output)
             return grad_hidden, [grads[name] for name in weights]
-        return self.differentiate(weights, *self.forward_kept(weights, hidden, call, index), grad_output)
+        return self.differentiate(weights, *self._recomputed(weights, hidden, call, index), grad_output)
+
+    def _recomputed(
+        self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor, call: Call, index: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `forward_kept`, but the output's values are undefined where no gradient depends on them."""
+        if self.mlp is not None and self._skips_mlp:
+            with self.mlp.output_unread():
+                kept = self.forward_kept(weights, hidden, call, index)
+            self._skips_mlp = is_only_added(kept[1])
+            if self._skips_mlp:
+                return kept
+            del kept
+        return self.forward_kept(weights, hidden, call, index)
 
     def forward_kept(
         self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor, call: Call, index: int
@@ -110,14 +134,14 @@ class Template:
         return grads[0], list(grads[1:])
 
 
-def share_templates(layers: Sequence[nn.Module]) -> list[Template]:
-    """One template a layer; layers of one configuration get the same object."""
+def share_templates(layers: Sequence[nn.Module], *, mlp_chunk: int = 0) -> list[Template]:
+    """One template a layer; layers of one configuration get the same object. Raises ValueError as `Template`."""
     found: dict[Any, Template] = {}
     shared = []
     for layer in layers:
         key = _configuration(layer)
         if key not in found:
-            found[key] = Template(layer)
+            found[key] = Template(layer, mlp_chunk=mlp_chunk)
         shared.append(found[key])
     return shared
 

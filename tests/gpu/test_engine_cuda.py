@@ -72,6 +72,9 @@ def test_kept_and_offloaded_activations_give_the_bits_of_recomputed_ones(clip_no
         {"compile": True},
         {"compile": True, "device_optimizer": 3, "keep_activations": 2},
         {"compile": True, "offload_activations": 3, "keep_activations": 1},
+        {"mlp_chunk": 200},
+        {"mlp_chunk": 256, "offload_activations": 2, "keep_activations": 1},
+        {"compile": True, "mlp_chunk": 200, "offload_activations": 2, "keep_activations": 1},
         {"compile": True, "device_optimizer": -1, "keep_activations": -1, "offload_activations": -1},
     ],
     ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()),
@@ -115,7 +118,8 @@ def test_a_steady_step_neither_synchronises_nor_allocates_device_or_pinned_memor
 
 
 @pytest.mark.parametrize(
-    "options", ["streams=2, checkpoint_interval=2", "streams=3, checkpoint_interval=2", "offload_activations=4"]
+    "options",
+    ["streams=2, checkpoint_interval=2", "streams=3, checkpoint_interval=2", "offload_activations=4", "mlp_chunk=200"],
 )
 def test_the_cuda_sanitizer_finds_nothing(options):
     program = (

@@ -70,10 +70,19 @@ def test_fp32_50_steps(accumulation, clip_norm, tied):
     assert expected[0][-1] < expected[0][0]
 
 
-@pytest.mark.parametrize(("accumulation", "tied"), [(1, False), (4, True)])
-def test_bf16_with_fp32_master_50_steps(accumulation, tied):
+@pytest.mark.parametrize("options", [{"mlp_chunk": 16, "offload_activations": 1}, {"mlp_chunk": 5, "keep_activations": 2}], ids=str)
+def test_fp32_50_steps_with_the_mlp_in_chunks(options):
+    expected = reference(1, 1e-2, False, torch.float32)
+    losses, parameters = train("megatrain", spec_of(1, 1e-2, False, torch.float32, num_threads=1, **options))
+    torch.testing.assert_close(losses, expected[0], rtol=1e-6, atol=0)
+    for name, value in expected[1].items():
+        torch.testing.assert_close(parameters[name], value, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(("accumulation", "tied", "mlp_chunk"), [(1, False, 0), (4, True, 0), (1, False, 12), (4, True, 5)])
+def test_bf16_with_fp32_master_50_steps(accumulation, tied, mlp_chunk):
     expected = reference(accumulation, 1.0, tied, torch.bfloat16)
-    options = {"loss_chunk": 12, "num_threads": 1}
+    options = {"loss_chunk": 12, "mlp_chunk": mlp_chunk, "num_threads": 1}
     losses, _ = train("megatrain", spec_of(accumulation, 1.0, tied, torch.bfloat16, **options))
     assert (losses - expected[0]).abs().max() < 2e-3
 

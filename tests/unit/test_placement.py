@@ -120,6 +120,22 @@ def test_compiled_layers_leave_out_what_no_gradient_needs():
     assert backward == pytest.approx(kept + forward / 2)  # the last product is half of this layer
 
 
+def test_a_chunked_mlp_is_computed_again_where_its_graph_is_kept_and_its_gradients_are_summed():
+    def seconds(phase: str, **options: object) -> float:
+        cost = replace(cost_of(PIPELINE), widths=replace(WIDTHS, hidden=1 << 9, inner=1 << 10), **options)
+        return cost.seconds(Op(kind="compute", phase=phase, block=1, lane="compute"))
+
+    slow = replace(RATES, device_bytes=1e9)
+    forward, backward, kept = (seconds(phase) for phase in ("forward", "backward", "backward_kept"))
+    assert seconds("forward", mlp_chunk=30) == forward
+    assert seconds("backward", mlp_chunk=30) == pytest.approx(backward, rel=1e-3)
+    products = 1.5 * forward  # three matrices, half the layer each
+    assert seconds("backward_kept", mlp_chunk=30) == pytest.approx(kept + products, rel=1e-3)
+    assert seconds("backward_kept", mlp_chunk=30, compiled=True) == pytest.approx(kept + forward, rel=1e-3)
+    summed = 4 * 10 * 3 * (1 << 19) / 1e9  # chunks, bytes, parameters
+    assert seconds("backward", mlp_chunk=30, rates=slow) == pytest.approx(seconds("backward", rates=slow) + summed)
+
+
 def chosen(pipeline: Pipeline, budget: int) -> Pipeline:
     return choose(pipeline, fits=lambda p: bytes_of(p) <= budget, device_bytes=bytes_of, step_s=step_s)
 

@@ -1,0 +1,136 @@
+"""A decoder layer's MLP in chunks of tokens: nothing MLP-wide of the whole sequence ever exists.
+
+Invariant: between forward and backward a chunked MLP holds its input alone; the backward recomputes a chunk and
+differentiates it before the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call, vjp
+
+Grads = tuple[torch.Tensor, list[torch.Tensor | None]]
+
+
+class ChunkedMLP:
+    """The forward of a decoder layer's `mlp`, which treats every token alone, `chunk` tokens at a time."""
+
+    def __init__(self, layer: nn.Module, chunk: int) -> None:
+        """layer: its MLP's `forward` is replaced. Raises ValueError where it has none."""
+        mlp = getattr(layer, "mlp", None)
+        if not isinstance(mlp, nn.Module):
+            raise _refusal(chunk, layer, "has no mlp")
+        self.module, self._chunk = copy.copy(mlp), chunk  # the copy shares its parameters and keeps its forward
+        self._names = [name for name, _ in mlp.named_parameters()]
+        self.num_params = sum(parameter.numel() for parameter in mlp.parameters())
+        self.run: Callable[..., Any] = self._run
+        self.pull: Callable[..., Grads] = self._pull
+        self.unread = False
+        """Whether nobody reads the output: it is then allocated, not computed."""
+        mlp.forward = self
+
+    def compile(self) -> None:
+        """Compile a chunk's forward, and its recomputation with its backward."""
+        self.run = torch.compile(self._run, dynamic=False)
+        self.pull = torch.compile(self._compiled_pull, dynamic=False)
+
+    def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The module's output. hidden: [..., hidden]."""
+        if args or kwargs:
+            raise _refusal(self._chunk, self.module, "is called with more than hidden states")
+        return _Chunked.apply(self, hidden, *(p for _, p in self.module.named_parameters()))  # type: ignore[no-untyped-call]
+
+    def pieces(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
+        """[1, chunk, hidden] views of [..., hidden]; the last may be shorter."""
+        row = values.detach().view(1, -1, values.shape[-1])
+        return [row[:, start : start + self._chunk] for start in range(0, row.shape[1], self._chunk)]
+
+    def output(self, weights: Sequence[torch.Tensor], piece: torch.Tensor) -> torch.Tensor:
+        """Of one chunk, without a graph."""
+        output = self.run(weights, piece)
+        if not isinstance(output, torch.Tensor):
+            raise _refusal(self._chunk, self.module, f"returns {type(output).__name__}")
+        return output
+
+    def _run(self, weights: Sequence[torch.Tensor], piece: torch.Tensor) -> Any:
+        return functional_call(self.module, dict(zip(self._names, weights, strict=True)), (piece,), tie_weights=False)
+
+    def _pull(self, weights: Sequence[torch.Tensor], piece: torch.Tensor, grad_output: torch.Tensor) -> Grads:
+        """Gradients of one chunk and of the weights, each None where nothing depends on it."""
+        weights, piece = [weight.detach().requires_grad_() for weight in weights], piece.detach().requires_grad_()
+        with torch.enable_grad():
+            output = self._run(weights, piece)
+        grads = torch.autograd.grad(output, [piece, *weights], grad_output, allow_unused=True)
+        assert grads[0] is not None
+        return grads[0], list(grads[1:])
+
+    def _compiled_pull(self, weights: Sequence[torch.Tensor], piece: torch.Tensor, grad_output: torch.Tensor) -> Grads:
+        grads, grad_piece = vjp(self._run, weights, piece)[1](grad_output)
+        return grad_piece, list(grads)
+
+    @contextlib.contextmanager
+    def output_unread(self) -> Iterator[None]:
+        """While it lasts, outputs are not computed."""
+        self.unread = True
+        try:
+            yield
+        finally:
+            self.unread = False
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mlp: ChunkedMLP, hidden: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.mlp = mlp
+        hidden = hidden.contiguous()
+        ctx.save_for_backward(hidden, *weights)
+        output = torch.empty_like(hidden)
+        if not mlp.unread:
+            leaves = [weight.detach() for weight in weights]
+            for piece, place in zip(mlp.pieces(hidden), mlp.pieces(output), strict=True):
+                place.copy_(mlp.output(leaves, piece))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
+        mlp: ChunkedMLP = ctx.mlp
+        hidden, *weights = ctx.saved_tensors
+        leaves = [weight.detach() for weight in weights]
+        grad_hidden, sums = torch.empty_like(hidden), [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
+        pieces = (mlp.pieces(values) for values in (hidden, grad_output.contiguous(), grad_hidden))
+        for piece, grad, place in zip(*pieces, strict=True):
+            grad_piece, grads = mlp.pull(leaves, piece, grad)
+            place.copy_(grad_piece)
+            for total, value in zip(sums, grads, strict=True):
+                if value is not None:
+                    total.add_(value)
+            del grad_piece, grads, value  # the next chunk's would be alive beside them
+        return None, grad_hidden, *(total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True))
+
+
+def is_only_added(output: torch.Tensor) -> bool:
+    """Whether all that reads a chunked MLP's output is the sum that `output` is: then no gradient depends on its values.
+
+    So it is in pre-norm layers; where a norm follows the MLP, that norm's gradient does.
+    """
+    root, seen = output.grad_fn, set()
+    todo = [root]
+    while todo:
+        node = todo.pop()
+        assert node is not None
+        seen.add(node)
+        below = {n for n, _ in node.next_functions if n is not None}
+        if node is not root and any(n.name() == "_ChunkedBackward" for n in below):
+            return False
+        todo.extend(below - seen)
+    return root is not None and root.name() == "AddBackward0"
+
+
+def _refusal(chunk: int, module: nn.Module, why: str) -> ValueError:
+    return ValueError(f"system.mlp_chunk: got {chunk}, allowed 0 for {type(module).__name__}, which {why}; set system.mlp_chunk=0")
