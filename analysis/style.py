@@ -103,7 +103,7 @@ SYSTEMS: dict[str, Look] = {
 
 
 PRESETS: dict[str, tuple[str | None, ...]] = {
-    "megatrain": ("fast", "stream", "stream compiled", "paper"),
+    "megatrain": ("fast", "stream", "stream compiled", "paper", "long"),
     "zero3": (None, "compiled", "optimizer", "optimizer compiled", "twinflow", "twinflow compiled"),
 }
 """The presets (load.shown_preset) that have a variant of their own wherever they are drawn beside others of their system."""

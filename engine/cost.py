@@ -23,8 +23,10 @@ from engine.recipe import Recipe
 from engine.schedule import Op
 
 LAYER_EFFICIENCY = 0.88
-"""Rate of a decoder layer's products over that of one large matrix product: fitted, as the next, to 65 rows of 0.5B to 7B, H200
-(docs/log.md)."""
+"""Rate of a decoder layer's products over that of one large matrix product: fitted, as LAYER_BANDWIDTH, to 65 rows of 0.5B to
+7B, H200 (docs/log.md)."""
+ATTENTION_EFFICIENCY = 0.75
+"""The same of causal attention in a fused kernel, fitted to contexts of 8K to 128K at 7B; 0.68 at 128K (docs/log.md, 47)."""
 LAYER_BANDWIDTH = 0.75
 """Bandwidth that the layer's other kernels reach, over that of one large copy on the device."""
 HEAD_EFFICIENCY = 0.9
@@ -193,8 +195,8 @@ class Cost:
 
     def _compute(self, phase: str, num_params: int) -> float:
         rest = self._moved(self._layer_bytes * self.tokens) / LAYER_BANDWIDTH
-        forward = self._products(2 * num_params + self._attention_flops) + rest
-        backward = self._products(4 * num_params + 2.5 * self._attention_flops) + 2 * rest + self._moved(FINISH_BYTES * num_params)
+        forward = self._products(2 * num_params) + self._attention_s + rest
+        backward = self._products(4 * num_params) + 2.5 * self._attention_s + 2 * rest + self._moved(FINISH_BYTES * num_params)
         if phase in ("forward", "forward_kept", "forward_offloaded", "recompute"):
             return forward
         if phase in ("backward_kept", "backward_offloaded"):
@@ -244,9 +246,10 @@ class Cost:
         return hidden * w.hidden + rotated * (w.queries + w.keys) + self._gated * w.inner
 
     @property
-    def _attention_flops(self) -> float:
-        """Forward operations a token of causal attention, both products; a sliding window would have fewer."""
-        return 2 * self.widths.queries * self.shape[2]
+    def _attention_s(self) -> float:
+        """Seconds of a forward's causal attention: both products, 2 x width x length operations a token; a window has fewer."""
+        flops = 2 * self.widths.queries * self.shape[2] * self.tokens
+        return flops / (self.rates.matmul_flops * ATTENTION_EFFICIENCY)
 
     def _tail(self) -> float:
         micro_batches, rows, seq_len = self.shape
