@@ -6,9 +6,8 @@ differentiates it before the next.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,10 +28,12 @@ class ChunkedMLP:
         self.module, self._chunk = copy.copy(mlp), chunk  # the copy shares its parameters and keeps its forward
         self._names = [name for name, _ in mlp.named_parameters()]
         self.num_params = sum(parameter.numel() for parameter in mlp.parameters())
-        self.run: Callable[..., Any] = self._run
+        self.run: Callable[..., torch.Tensor] = self._run
         self.pull: Callable[..., Grads] = self._pull
         self.unread = False
         """Whether nobody reads the output: it is then allocated, not computed."""
+        self.only_added: bool | None = None
+        """What `is_only_added` says of a layer's output; None before the first backward."""
         mlp.forward = self
 
     def compile(self) -> None:
@@ -51,15 +52,13 @@ class ChunkedMLP:
         row = values.detach().view(1, -1, values.shape[-1])
         return [row[:, start : start + self._chunk] for start in range(0, row.shape[1], self._chunk)]
 
-    def output(self, weights: Sequence[torch.Tensor], piece: torch.Tensor) -> torch.Tensor:
-        """Of one chunk, without a graph."""
-        output = self.run(weights, piece)
+    def _run(self, weights: Sequence[torch.Tensor], piece: torch.Tensor) -> torch.Tensor:
+        output = functional_call(self.module, dict(zip(self._names, weights, strict=True)), (piece,), tie_weights=False)
         if not isinstance(output, torch.Tensor):
             raise _refusal(self._chunk, self.module, f"returns {type(output).__name__}")
+        if output.dtype != piece.dtype:
+            raise _refusal(self._chunk, self.module, f"returns {output.dtype} for {piece.dtype}")
         return output
-
-    def _run(self, weights: Sequence[torch.Tensor], piece: torch.Tensor) -> Any:
-        return functional_call(self.module, dict(zip(self._names, weights, strict=True)), (piece,), tie_weights=False)
 
     def _pull(self, weights: Sequence[torch.Tensor], piece: torch.Tensor, grad_output: torch.Tensor) -> Grads:
         """Gradients of one chunk and of the weights, each None where nothing depends on it."""
@@ -74,15 +73,6 @@ class ChunkedMLP:
         grads, grad_piece = vjp(self._run, weights, piece)[1](grad_output)
         return grad_piece, list(grads)
 
-    @contextlib.contextmanager
-    def output_unread(self) -> Iterator[None]:
-        """While it lasts, outputs are not computed."""
-        self.unread = True
-        try:
-            yield
-        finally:
-            self.unread = False
-
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
@@ -94,7 +84,7 @@ class _Chunked(torch.autograd.Function):
         if not mlp.unread:
             leaves = [weight.detach() for weight in weights]
             for piece, place in zip(mlp.pieces(hidden), mlp.pieces(output), strict=True):
-                place.copy_(mlp.output(leaves, piece))
+                place.copy_(mlp.run(leaves, piece))
         return output
 
     @staticmethod
@@ -107,17 +97,22 @@ class _Chunked(torch.autograd.Function):
         for piece, grad, place in zip(*pieces, strict=True):
             grad_piece, grads = mlp.pull(leaves, piece, grad)
             place.copy_(grad_piece)
-            for total, value in zip(sums, grads, strict=True):
-                if value is not None:
-                    total.add_(value)
-            del grad_piece, grads, value  # the next chunk's would be alive beside them
+            _add(sums, grads)
+            del grad_piece, grads  # the next chunk's would be alive beside them
         return None, grad_hidden, *(total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True))
+
+
+def _add(sums: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
+    for total, grad in zip(sums, grads, strict=True):
+        if grad is not None:
+            total.add_(grad)
 
 
 def is_only_added(output: torch.Tensor) -> bool:
     """Whether all that reads a chunked MLP's output is the sum that `output` is: then no gradient depends on its values.
 
-    So it is in pre-norm layers; where a norm follows the MLP, that norm's gradient does.
+    So it is in pre-norm layers. Where a norm follows the MLP, that norm's gradient does; a scaled residual or a sum of three is not
+    told from that.
     """
     root, seen = output.grad_fn, set()
     todo = [root]

@@ -201,7 +201,7 @@ class Cost:
             return forward
         if phase in ("backward_kept", "backward_offloaded"):
             return backward + self._rebuilt_mlp
-        if phase == "backward":  # a chunked MLP's products are left to the backward: once in either case
+        if phase == "backward":  # a chunked MLP's products are left to the backward (pre-norm): once in either case
             return backward + forward - self._products(self._dead) + self._summed_mlp
         if phase == "tail":
             return self._tail()

@@ -179,7 +179,8 @@ class Executor:
     @torch.no_grad()
     def _recompute(self, op: Op, s: _Step) -> None:
         s.saved[op.block + 1] = self._layer(op, s, s.saved[op.block])
-        self.counters["recompute_flops"] += 2 * self.memory.layout(op).num_params * s.batch.tokens.numel()
+        tokens = s.batch.tokens.numel()
+        self.counters["recompute_flops"] += 2 * self.memory.layout(op).num_params * tokens
 
     def _layer(self, op: Op, s: _Step, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         weights, layer = self.memory.weights(op), op.block - 1
@@ -230,7 +231,7 @@ class Executor:
             del hidden, output
             graphs[m] = ()
         self._finish(op, gradients)
-        self.counters["recompute_flops"] += 2 * template.num_rebuilt * s.batch.tokens.numel()
+        self.counters["recompute_flops"] += 2 * template.num_rebuilt(kept=True) * s.batch.tokens.numel()
 
     @torch.no_grad()
     def _backward(self, op: Op, s: _Step) -> None:
@@ -242,7 +243,7 @@ class Executor:
             s.grads[m], grads = template.backward(weights, inputs[m], recording.calls[layer], layer, s.grads[m])
             gradients.add(grads)
         self._finish(op, gradients)
-        self.counters["recompute_flops"] += 2 * layout.num_params * s.batch.tokens.numel()
+        self.counters["recompute_flops"] += 2 * (layout.num_params + template.num_rebuilt(kept=False)) * s.batch.tokens.numel()
 
     @torch.no_grad()
     def _embed_backward(self, op: Op, s: _Step) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,8 +69,8 @@ def layer_activation_bytes(
 ) -> int:
     """Bytes that one decoder layer's graph holds, its output too, and where `backward` the temporaries of its backward.
 
-    config: a transformers config. Counted for a pre-norm layer with rotary attention through a fused kernel and a gated
-    MLP. Eager: each norm keeps an fp32 copy of its input, the normalised and the scaled values; attention its queries,
+    config: a transformers config. Counted for a pre-norm layer with rotary attention through a fused kernel and a dense
+    gated MLP. Eager: each norm keeps an fp32 copy of its input, the normalised and the scaled values; attention its queries,
     keys, values and output; the MLP gate, activation, up and product; the backward two MLP-wide temporaries. Compiled
     (template.py): gate and up, queries, keys, values, attention's output and what is added to the residual; the
     backward rebuilds the rest, four MLP-wide temporaries. Within 1% of the allocator's peaks with layers of the 3B, 7B
@@ -133,12 +134,11 @@ def device_bytes(
     chunk, matrix = min(tokens, loss_chunk), max(layouts[0].numel, layouts[-1].numel)
     logits = logits_bytes(config.vocab_size, chunk, size, compiled=compiled)
     head = max(logits, (chunk * config.vocab_size + matrix) * size)  # then one gradient of the logits and the head's own
-    held = layer_activation_bytes(config, tokens, size, backward=False, compiled=compiled, mlp_chunk=mlp_chunk)
-    kept = num_micro_batches * held
+    layer_bytes = partial(layer_activation_bytes, config, tokens, size, compiled=compiled, mlp_chunk=mlp_chunk)
+    kept = num_micro_batches * layer_bytes(backward=False)
     moved = num_micro_batches * offloaded_bytes(config, tokens, size, compiled=compiled, mlp_chunk=mlp_chunk)
-    graph = layer_activation_bytes(config, tokens, size, compiled=compiled, mlp_chunk=mlp_chunk)
-    graph += layer * size  # and a layer's gradients
-    temporary = graph - held
+    graph = layer_bytes() + layer * size  # and a layer's gradients
+    temporary = graph - layer_bytes(backward=False)
     back = min(p.offloaded_layers, max(1, p.kept_layers)) * moved  # fetched ahead of their backward
     peaks = [
         _forward_peak(p, kept, moved),

@@ -43,9 +43,6 @@ class Template:
         self.mlp = ChunkedMLP(self.module, mlp_chunk) if mlp_chunk else None
         copies = () if self.mlp is None else (self.mlp.module,)
         self._indexed = [m for m in (*self.module.modules(), *copies) if hasattr(m, INDEX)]
-        self._skips_mlp = self.mlp is not None
-        self.num_rebuilt = self.mlp.num_params if self.mlp is not None else 0
-        """Parameters whose products the backward of a kept graph computes again."""
         self._call: Callable[..., Any] = self._plain
         self._pull: Callable[..., Any] | None = None
 
@@ -108,14 +105,24 @@ class Template:
         self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor, call: Call, index: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `forward_kept`, but the output's values are undefined where no gradient depends on them."""
-        if self.mlp is not None and self._skips_mlp:
-            with self.mlp.output_unread():
-                kept = self.forward_kept(weights, hidden, call, index)
-            self._skips_mlp = is_only_added(kept[1])
-            if self._skips_mlp:
-                return kept
-            del kept
+        if self.mlp is None or self.mlp.only_added is False:
+            return self.forward_kept(weights, hidden, call, index)
+        self.mlp.unread = True
+        try:
+            kept = self.forward_kept(weights, hidden, call, index)
+        finally:
+            self.mlp.unread = False
+        if self.mlp.only_added is None:
+            self.mlp.only_added = is_only_added(kept[1])
+        if self.mlp.only_added:
+            return kept
+        del kept
         return self.forward_kept(weights, hidden, call, index)
+
+    def num_rebuilt(self, *, kept: bool) -> int:
+        """Parameters whose products a backward runs beside those of the layer's recomputation: a chunked MLP's, if it was kept or
+        its output is read."""
+        return self.mlp.num_params if self.mlp is not None and (kept or not self.mlp.only_added) else 0
 
     def forward_kept(
         self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor, call: Call, index: int

@@ -97,11 +97,12 @@ def test_fp32_agrees_with_the_cpu():
     torch.testing.assert_close(on_cuda[0], [engine.train_step(b).item() for b in batches], rtol=1e-5, atol=0)
 
 
-def test_a_steady_step_neither_synchronises_nor_allocates_device_or_pinned_memory():
+@pytest.mark.parametrize("options", [{}, {"mlp_chunk": 200}, {"mlp_chunk": 200, "keep_activations": 1, "compile": True}], ids=str)
+def test_a_steady_step_neither_synchronises_nor_allocates_device_or_pinned_memory(options):
     skip_packed_sequence_check()
     model = make_model("qwen2", dtype=torch.bfloat16, **SHAPE)
     batches = [make_batch(step, micro_batches=2, rows=4, seq_len=128, vocab=512) for step in range(8)]
-    engine = make_engine(model, batch=batches[0], device="cuda", loss_chunk=256)
+    engine = make_engine(model, batch=batches[0], device="cuda", loss_chunk=256, **options)
     for batch in batches[:4]:
         engine.train_step(batch)
     engine.drain()

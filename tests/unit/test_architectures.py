@@ -19,6 +19,8 @@ ARCHITECTURES = {
     ),
     "gemma2": ("gemma2", "eager", {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8, "num_hidden_layers": 4}),
     "gpt2": ("gpt2", "sdpa", {"n_embd": 32, "n_layer": 3, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    "gpt_neox-parallel": ("gpt_neox", "sdpa", {}),
+    "mixtral-experts": ("mixtral", "sdpa", {"num_local_experts": 4}),
     "phi3": ("phi3", "sdpa", {"resid_pdrop": 0.0, "embd_pdrop": 0.0}),
     "opt-norm-registered-first": (
         "opt",

@@ -1,5 +1,6 @@
 """The MLP in chunks of tokens: the same training, whatever is kept; and the bytes that the plan says, counted live."""
 
+import functools
 import re
 import weakref
 from typing import Any
@@ -41,11 +42,17 @@ PLACEMENTS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def alone(models):
+    """(dtype, chunk) -> a run with every layer recomputed, made once."""
+    return functools.cache(lambda dtype, chunk: trained(models[dtype], mlp_chunk=chunk))
+
+
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 @pytest.mark.parametrize("chunk", [16, 5], ids=["divides", "leaves-2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chunks_train_as_the_whole(models, dtype, chunk, placement):
-    expected = trained(models[dtype])
+def test_chunks_train_as_the_whole(models, alone, dtype, chunk, placement):
+    expected = alone(dtype, 0)
     losses, parameters = trained(models[dtype], mlp_chunk=chunk, poison=True, lanes=TwinLanes(seed=chunk), **placement)
     if dtype == torch.float32:
         torch.testing.assert_close(losses, expected[0], rtol=1e-6, atol=0)
@@ -53,10 +60,10 @@ def test_chunks_train_as_the_whole(models, dtype, chunk, placement):
             torch.testing.assert_close(parameters[name], value, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
     else:
         torch.testing.assert_close(losses, expected[0], rtol=0, atol=2e-3)
-    assert_same((losses, parameters), trained(models[dtype], mlp_chunk=chunk))  # whatever the placement: the same bits
+    assert_same((losses, parameters), alone(dtype, chunk))  # whatever the placement: the same bits
 
 
-@pytest.mark.parametrize("chunk", [TOKENS, TOKENS + 1, 10**6])
+@pytest.mark.parametrize("chunk", [TOKENS, TOKENS + 1])
 def test_a_chunk_that_takes_the_micro_batch_changes_no_bit(models, chunk):
     engine = make_engine(models[torch.bfloat16], mlp_chunk=chunk)
     assert engine._decoder.templates[0].mlp is None
@@ -75,6 +82,10 @@ def test_an_mlp_that_is_only_added_is_recomputed_once(model_type, settings, runs
         engine.train_step(make_batch(step))
     layers = engine.pipeline.num_layers
     assert len(calls) == 3 * runs * layers * TOKENS // 8
+    plain = make_engine(model)
+    plain.train_step(make_batch(0))
+    again = 2 * (runs - 2) * layers * 3 * 32 * 64 * TOKENS  # gated MLPs
+    assert engine.counters()["recompute_flops"] == 3 * (plain.counters()["recompute_flops"] + again)
 
 
 def test_the_backward_of_kept_layers_computes_their_mlps_again(models):
@@ -121,10 +132,22 @@ def test_a_compiled_chunk_agrees_and_leaves_out_the_last_product(models):
 
 
 class Returns(torch.nn.Module):
-    """An MLP that returns more than its output, or takes more."""
+    """An MLP that returns what it is made with, as gpt-oss's returns its router's scores too."""
 
-    def forward(self, hidden: torch.Tensor, scores: Any = None) -> Any:
-        return (hidden, scores) if scores is None else hidden
+    layer_idx = 0
+
+    def __init__(self, output: Any = None) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return hidden * self.layer_idx if self.output is None else self.output
+
+
+def test_an_mlp_knows_its_layer():
+    template = with_mlp(Returns())
+    template._set_index(3)
+    assert template.mlp(torch.ones(1, 9, 4)).eq(3).all()
 
 
 @pytest.mark.parametrize(
@@ -139,11 +162,15 @@ class Returns(torch.nn.Module):
             "system.mlp_chunk: got 8, allowed 0 for OPTDecoderLayer, which has no mlp; set system.mlp_chunk=0",
         ),
         (
-            lambda: with_mlp().mlp(torch.ones(1, 9, 4)),
+            lambda: with_mlp(Returns(())).mlp(torch.ones(1, 9, 4)),
             "system.mlp_chunk: got 8, allowed 0 for Returns, which returns tuple; set system.mlp_chunk=0",
         ),
         (
-            lambda: with_mlp().mlp(torch.ones(1, 9, 4), scores=1),
+            lambda: with_mlp(Returns(torch.ones(1, 8, 4).double())).mlp(torch.ones(1, 9, 4)),
+            "system.mlp_chunk: got 8, allowed 0 for Returns, which returns torch.float64 for torch.float32; set system.mlp_chunk=0",
+        ),
+        (
+            lambda: with_mlp(Returns()).mlp(torch.ones(1, 9, 4), scores=1),
             "system.mlp_chunk: got 8, allowed 0 for Returns, which is called with more than hidden states; set system.mlp_chunk=0",
         ),
     ],
@@ -154,9 +181,9 @@ def test_what_cannot_be_chunked_is_one_line(make, message):
     assert "\n" not in str(caught.value)
 
 
-def with_mlp() -> Template:
+def with_mlp(mlp: torch.nn.Module) -> Template:
     layer = torch.nn.Module()
-    layer.mlp = Returns()
+    layer.mlp = mlp
     return Template(layer, mlp_chunk=8)
 
 
@@ -216,9 +243,16 @@ def layer_bytes(name: str, tokens: int, chunk: int) -> tuple[Any, dict[str, int]
     return config, found | {"weights": 2 * sum(p.numel() for p in layer.parameters())}
 
 
-@pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize(
-    ("tokens", "chunk"), [(1 << 17, 0), (1 << 16, 1 << 15), (1 << 18, 1 << 17), (1 << 18, 1 << 15), (1 << 19, 1 << 15)]
+    ("name", "tokens", "chunk"),
+    [
+        ("7b", 1 << 17, 0),
+        ("7b", 1 << 16, 1 << 15),
+        ("7b", 1 << 18, 1 << 17),
+        ("7b", 1 << 19, 1 << 15),
+        ("14b", 1 << 17, 0),
+        ("14b", 1 << 18, 1 << 15),
+    ],
 )
 def test_the_plan_is_what_a_layer_holds_at_its_peak(name, tokens, chunk):
     """Its gradients are counted whole, as the plan does, though at the peak not all of them are there yet."""
@@ -226,6 +260,6 @@ def test_the_plan_is_what_a_layer_holds_at_its_peak(name, tokens, chunk):
     kept, graph = (layer_activation_bytes(config, tokens, 2, backward=backward, mlp_chunk=chunk) for backward in (False, True))
     assert found["holds"] == pytest.approx(kept, rel=0.01)
     assert found["backward"] == pytest.approx(graph + found["weights"], rel=0.05)
-    assert max(found["forward"], found["kept"]) < graph
+    assert max(found["forward"], found["kept"]) < 0.85 * graph
     if chunk:
         assert graph < layer_activation_bytes(config, tokens, 2)
