@@ -179,8 +179,7 @@ class Executor:
     @torch.no_grad()
     def _recompute(self, op: Op, s: _Step) -> None:
         s.saved[op.block + 1] = self._layer(op, s, s.saved[op.block])
-        tokens = s.batch.tokens.numel()
-        self.counters["recompute_flops"] += 2 * self.memory.layout(op).num_params * tokens
+        self.counters["recompute_flops"] += 2 * self.memory.layout(op).num_params * s.batch.tokens.numel()
 
     def _layer(self, op: Op, s: _Step, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         weights, layer = self.memory.weights(op), op.block - 1
