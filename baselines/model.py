@@ -88,6 +88,7 @@ def _large_parameters_on_meta() -> Iterator[None]:
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and param.ndim >= 2 and not param.is_meta:
             param = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+            param._is_hf_initialized = True  # type: ignore[attr-defined]  # nothing to draw: most of the time spent here
         register(module, name, param)
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
