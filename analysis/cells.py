@@ -91,12 +91,14 @@ def cell_of(record: Mapping[Hashable, Any]) -> Cell:
 
 
 def cells_of(frame: pd.DataFrame) -> list[Cell]:
-    """A cell for each configuration, its repeats pooled as in every table (`standing.pooled`); those of two files are two runs."""
-    configurations: dict[tuple[str, Family, str], list[Cell]] = {}
+    """A cell for each configuration, its repeats pooled as in every table (`standing.pooled`); those of two files, studies or
+    kinds of machine are two runs."""
+    configurations: dict[tuple[str, Family, str, str, str], list[Cell]] = {}
     for record in frame.to_dict("records"):
         one, source = cell_of(record), str(record["source"])
         file = source if source.endswith(".jsonl") else ""
-        configurations.setdefault((str(record["configuration"]), one.family, file), []).append(one)
+        key = str(record["configuration"]), one.family, one.experiment, one.machine, file
+        configurations.setdefault(key, []).append(one)
     found = []
     for repeats in configurations.values():
         standing = pooled([one.standing for one in repeats])

@@ -114,7 +114,7 @@ def _by(standing: Standing) -> str:
 
 
 def _ranked(standing: Standing, checked: bool) -> Standing:
-    agreeing = standing.agrees is True if checked else True
+    agreeing = standing.agrees is True or standing.stands_in if checked else True
     return replace(standing, ranked=standing.measured and not standing.is_reference and agreeing)
 
 

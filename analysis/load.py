@@ -17,7 +17,7 @@ import pandas as pd
 from analysis import machines, runs, stats
 from analysis.runs import Tagged
 from analysis.style import name_of
-from sweeps.result import Row, compared, configuration, flat, host_split, read_rows
+from sweeps.result import Row, compared, configuration, flat, host_split, is_compiled, read_rows
 
 GROUP = ["experiment", "model", "size", "batch_size", "seq_len", "machine_name"]
 """What must be equal for two rows to be compared: a ratio never spans two machines, nor two sizes under one name."""
@@ -191,13 +191,12 @@ def _compared(tagged: Iterable[Tagged]) -> Iterator[Tagged]:
         rows = [item.row for item in together]
         for item in together:
             late = item.row.agrees is None and item.row.config
-            yield item._replace(row=compared(item.row, rows)) if late else item
+            yield item._replace(row=compared(item.row, rows, complete=True)) if late else item
 
 
 def shown_preset(row: Row) -> str | None:
     """The row's preset, with `compiled` where the system was compiled and its preset does not say so by itself."""
-    compiled = row.config.get("system", {}).get("compile") is True
-    if not compiled or COMPILES.match(row.preset or ""):
+    if not is_compiled(row) or COMPILES.match(row.preset or ""):
         return row.preset
     return f"{row.preset or ''} compiled".strip()
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pandas as pd
 
 from analysis import load, style, tables
-from analysis.cells import Cell, cell_of, percent, stands_for
+from analysis.cells import Cell, cell_of, cells_of, percent, stands_for
 from analysis.compare import BASELINE, compare, interval_text
 from analysis.effects import STREAMS, Change, setting_changes
 from analysis.studies import unablated
@@ -82,8 +82,8 @@ def claims(path: Path = CSV) -> list[Claim]:
 
 
 def cells_in(frame: pd.DataFrame) -> list[Cell]:
-    """The cells of the rows that run a system as it is meant to be run, oldest first."""
-    return [cell_of(record) for record in unablated(frame).sort_values("started_at", kind="stable").to_dict("records")]
+    """The cells of the rows that run a system as it is meant to be run, oldest first; repeats are one."""
+    return cells_of(unablated(frame).sort_values("started_at", kind="stable"))
 
 
 def cells_for(claim: Claim, cells: list[Cell]) -> list[Cell]:
@@ -159,8 +159,11 @@ def ratio_text(claim: Claim, frame: pd.DataFrame) -> str:
     for part in parts:
         first = cell_of(part.iloc[0].to_dict())
         if (first.model, first.seq_len) == (MODELS.get(claim.model), claim.seq_len):
-            mine = [one for one in compare(part).ranked if one.system in OURS[claim.system] and one.ratio is not None]
-            ratios = [f"{one.label} {interval_text(one.ratio)}" for one in mine if one.ratio is not None]
+            ratios = [
+                f"{one.label} {interval_text(one.ratio)}{' (numerics differ)' if one.differs else ''}"
+                for one in compare(part).standings
+                if one.measured and one.system in OURS[claim.system] and one.ratio is not None
+            ]
             told += [f"{place_of(first)}, batch {first.batch_size}: {', '.join(ratios)}"] if ratios else []
     return "; ".join(told)
 

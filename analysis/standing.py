@@ -63,6 +63,8 @@ class Standing:
     """Steps that all measured rows of the group have losses of; None where all have the same number."""
     compared_steps: int | None = None
     """Steps whose losses were held against the reference's, where that is not all of them."""
+    stands_in: bool = False
+    """Whether others were held against this one because the in-memory system has no room (sweeps.result.compared)."""
 
     @property
     def measured(self) -> bool:
@@ -75,14 +77,9 @@ class Standing:
         return self.system == REFERENCE
 
     @property
-    def stands_in(self) -> bool:
-        """Whether others were held against this one because the in-memory system has no room (sweeps.result.compared)."""
-        return self.system == STAND_IN and self.max_loss_difference == 0.0
-
-    @property
     def differs(self) -> bool:
         """Whether the losses are known to disagree with the reference."""
-        return self.agrees is False and not self.is_reference
+        return self.agrees is False and not self.is_reference and not self.stands_in
 
     @property
     def status_label(self) -> str:
@@ -177,6 +174,9 @@ def standing_of(record: Mapping[Hashable, Any]) -> Standing:
         losses=known["losses"],
         max_loss_difference=known.get("max_loss_difference"),
         agrees=bool(known["agrees"]) if "agrees" in known else None,
+        stands_in=known["system"] == STAND_IN
+        and known.get("preset") in (None, "compiled")
+        and known.get("max_loss_difference") == 0.0,
         caveat=known.get("caveat"),
     )
 

@@ -92,7 +92,9 @@ def _last_loss(standing: Standing) -> str | None:
 
 
 def _gap(standing: Standing) -> str | None:
-    return None if standing.is_reference or standing.stands_in else _number(standing.max_loss_difference, ".1e")
+    """Of a reference how far its later repeats are from the first."""
+    gap = standing.max_loss_difference
+    return None if (standing.is_reference or standing.stands_in) and not gap else _number(gap, ".1e")
 
 
 def _system(standing: Standing) -> str:

@@ -264,27 +264,43 @@ def comparison_key(config: Mapping[str, Any]) -> str:
     return digest({**shared, "machine": {"device": config["machine"]["device"]}, "dtype": config["system"]["dtype"]})
 
 
-def compared(row: Row, rows: Sequence[Row]) -> Row:
-    """`row` with its losses held against the latest reference of the same model, batches, recipe and dtype.
+def compared(row: Row, rows: Sequence[Row], *, complete: bool = False) -> Row:
+    """`row` with its losses held against the reference of the same model, batches, recipe and dtype: the latest, and of its repeats
+    the first, which the others are held against like any row.
 
-    Where a row says that REFERENCE has no room, STAND_IN takes its place.
+    Where rows say that REFERENCE has no room, STAND_IN takes its place: eager or, where `rows` are `complete` and hold no eager
+    one that was measured, compiled.
     """
     if row.status != "ok":
         return row
     key = comparison_key(row.config)
-    alike = [item for item in reversed(rows) if _stand(item) and comparison_key(item.config) == key]
-    name = REFERENCE
-    if all(item.status in NO_ROOM for item in alike if item.system == REFERENCE) and any(i.system == REFERENCE for i in alike):
+    plain = [item for item in reversed(rows) if _plain(item) and item.config and comparison_key(item.config) == key]
+    alike, compiled, name = [item for item in plain if not is_compiled(item)], False, REFERENCE
+    refused = any(item.system == REFERENCE and item.status in NO_ROOM for item in plain)
+    if refused and not any(item.system == REFERENCE and item.status == "ok" for item in alike):
         name = STAND_IN
-    if row.system == name and _stand(row):
+        compiled = complete and not any(item.system == name and item.status == "ok" for item in alike)
+        alike = plain if compiled else alike
+    measured = [item for item in alike if item.system == name and item.status == "ok"]
+    reference = min(measured, key=_repeat, default=None)
+    itself = row.system == name and _plain(row) and compiled == is_compiled(row)
+    if itself and (reference is None or _repeat(row) <= _repeat(reference)):
         return dataclasses.replace(row, agrees=True, max_loss_difference=0.0)
-    reference = next((item for item in alike if item.system == name and item.status == "ok"), None)
     if reference is None or not row.losses:
         return row
     worst = max(abs(mine - theirs) for mine, theirs in zip(row.losses, reference.losses, strict=False))
     return dataclasses.replace(row, agrees=worst <= LOSS_TOLERANCE, max_loss_difference=worst)
 
 
-def _stand(row: Row) -> bool:
-    """Whether others may be held against this row: REFERENCE or STAND_IN as it is, eager and none of its presets."""
-    return row.system in (REFERENCE, STAND_IN) and row.preset is None and not row.config.get("system", {}).get("compile")
+def _plain(row: Row) -> bool:
+    """Whether others may be held against this row: REFERENCE or STAND_IN, and none of its presets."""
+    return row.system in (REFERENCE, STAND_IN) and row.preset is None
+
+
+def is_compiled(row: Row) -> bool:
+    """Whether the row's system compiled its layers."""
+    return bool(row.config.get("system", {}).get("compile"))
+
+
+def _repeat(row: Row) -> int:
+    return int(row.config.get("measure", {}).get("repeat", 1))

@@ -48,7 +48,7 @@ def figure(frame: pd.DataFrame) -> Figure:
         _name(panels[1, 0], "Context, 7B", "tokens a sequence", f"TFLOPS ({ATTENTION})")
         line_panel(panels[1, 1], depth, cells, lambda one: float(one.num_layers or 0), "6P", marks)
         _name(panels[1, 1], "Depth, hidden 3584, T = 1024", "layers", "TFLOPS (6P)")
-        drawn.legend(handles=_legend(panels.flat), loc="outside lower center", ncols=5, columnspacing=1.0)
+        drawn.legend(handles=_legend(panels.flat), loc="outside lower center", ncols=4, columnspacing=1.0)
         here = "; ".join(f"({mark}) {machine}" if mark else machine for machine, mark in marks.items())
         lines_told = [
             f"hollow, dotted: the paper, {headline[0].hardware}; filled: measured, with 95% intervals",
@@ -76,14 +76,16 @@ def line_panel(
     for one in told:
         for cell in cells_for(one, cells):
             mine.setdefault((cell.standing.system, cell.preset, cell.machine), {})[place(one)] = cell
-    crosses = _Crosses(axes)
+    crosses, ends = _Crosses(axes), list[tuple[float, float, str]]()
     for system in dict.fromkeys(one.system for one in told):
         _claims(axes, system, [one for one in told if one.system == system], place, crosses)
     looks = variants(cells)
     for (system, preset, machine), points in mine.items():
         look = style.curve(system, looks[system, preset]) | {"markersize": 3.8}
         look["label"] = f"{style.name_of(system)} {preset or ''}".strip()
-        _measured(axes, {at: cell for at, cell in points.items() if cell.standing.measured}, formula, look, marks[machine])
+        heights = _measured(axes, {at: cell for at, cell in points.items() if cell.standing.measured}, formula, look)
+        if heights and marks[machine]:
+            ends.append((*max(heights.items()), marks[machine]))
         for at, cell in points.items():
             if not cell.standing.measured:
                 status = cell.standing.status
@@ -91,6 +93,7 @@ def line_panel(
     places = sorted({place(one) for one in told})
     layout.log2_axis(axes, places, _tick, style.PAGE_IN / 2 - 0.8, MARGIN)
     axes.set_ylim(0, 1.15 * axes.dataLim.ymax)
+    _mark_ends(axes, ends)
     if not any(cell.standing.measured for points in mine.values() for cell in points.values()):
         place_of_words: Any = {"transform": axes.transAxes, "ha": "left", "va": "top"}
         axes.text(0.02, 0.98, "not measured here yet", fontsize=6.5, color=style.MUTED, **place_of_words)
@@ -124,20 +127,29 @@ def _mark(axes: Axes, mark: str, at: tuple[float, float], right_pt: float, side:
     axes.annotate(mark, at, (right_pt, 0), fontsize=6, color=style.MUTED, path_effects=[HALO], **place)
 
 
-def _measured(axes: Axes, points: dict[float, Cell], formula: str, look: dict[str, Any], mark: str) -> None:
-    """One line through measured points, their intervals, and the machine's mark at its end."""
-    if not points:
-        return
+def _mark_ends(axes: Axes, ends: Sequence[tuple[float, float, str]]) -> None:
+    """The machine's mark beside the end of each line (place, height, mark); beside another's where lines end close together."""
+    drawn: list[tuple[float, float, str, int]] = []
+    for at, height, mark in ends:
+        near = [end for end in drawn if end[0] == at and abs(end[1] - height) < 0.07 * axes.get_ylim()[1]]
+        if mark not in {other for _, _, other, _ in near}:
+            rank = min(set(range(len(near) + 1)) - {taken for *_, taken in near})
+            _mark(axes, mark, (at, height), 5 + 6 * rank, "left")
+            drawn.append((at, height, mark, rank))
+
+
+def _measured(axes: Axes, points: dict[float, Cell], formula: str, look: dict[str, Any]) -> dict[float, float]:
+    """One line through measured points, with their intervals; its heights."""
     heights = {at: tflops(cell, formula) for at, cell in points.items()}
-    axes.plot(list(heights), list(heights.values()), **look)
+    if heights:
+        axes.plot(list(heights), list(heights.values()), **look)
     for at, cell in points.items():
         speed = cell.standing.speed
         if speed is not None and speed.lo is not None and speed.hi is not None:
             unit = heights[at] / speed.value
             ends = [[unit * (speed.value - speed.lo)], [unit * (speed.hi - speed.value)]]
             axes.errorbar(at, heights[at], yerr=ends, color=style.INK, elinewidth=0.7, capthick=0.7, capsize=2.6, zorder=1.5)
-    if mark:
-        _mark(axes, mark, max(heights.items()), 5, "left")
+    return heights
 
 
 def _claims(axes: Axes, system: str, said: Sequence[Claim], place: Callable[[Claim], float], crosses: _Crosses) -> None:

@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from analysis import machines, style
-from analysis.cells import Cell, Family, cell_of, stands_for, variants
+from analysis.cells import Cell, Family, cells_of, stands_for, variants
 from analysis.figures import layout
 from analysis.scales import SCALES, Held, Scale
 from analysis.studies import study_of, unablated
@@ -47,7 +47,7 @@ def figure(frame: pd.DataFrame, only: str | None = None) -> Figure:
     if len(kinds) != 1:
         raise ValueError(f"rows of {len(kinds)} machines ({'; '.join(kinds)}): a line never spans two; pick one")
     rows = unablated(frame).sort_values("started_at", kind="stable")
-    cells = [cell_of(record) for record in rows.to_dict("records")]
+    cells = cells_of(rows)
     panels = {name: found for name in ([only] if only else SCALES) if (found := panel_cells(cells, SCALES[name]))}
     if not panels:
         raise ValueError(f"{only or 'model size, batch and context'}: the same in all rows; measure a second value first")
@@ -88,7 +88,7 @@ def _panels(drawn: Figure, panels: list[tuple[Scale, list[Cell]]], looks: dict[F
 
 def varies(frame: pd.DataFrame) -> bool:
     """Whether there is anything to draw: a size, batch or length with more than one value."""
-    cells = [cell_of(record) for record in unablated(frame).to_dict("records")]
+    cells = cells_of(unablated(frame))
     return any(panel_cells(cells, scale) for scale in SCALES.values())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ def one_claim(**fields: Any) -> Claim:
 def measured(system: str, step_s: float, name: str = "qwen2.5-7b", length: int = 1024, **fields: Any) -> Row:
     params = {"qwen2.5-7b": 7_615_616_512, "qwen2.5-14b": 14_770_033_664}[name]
     shape: dict[str, Any] = {"model": name, "num_params": params, "seq_len": length, "batch_size": 32768 // length}
-    return row(system, windows(step_s), config={"model": {"config": SHAPE}}, cell=f"{system}{length}{fields}", **shape, **fields)
+    cell = f"{system}{fields.get('preset')}{name}{length}"
+    return row(system, windows(step_s), config={"model": {"config": SHAPE}}, cell=cell, **shape, **fields)
 
 
 def test_every_claim_has_a_source_a_trust_and_known_words() -> None:
@@ -120,6 +122,12 @@ def test_a_measurement_stands_beside_a_claim_only_if_size_length_and_system_are_
     assert [one.preset for one in paper.cells_for(one_claim(study="depth", setting="28 layers", system="megatrain"), cells)]
     assert paper.cells_for(one_claim(study="depth", setting="42 layers"), cells) == []
     assert paper.cells_for(one_claim(study="other_gpus", model="7B", system="zero3", hardware="A100 PCIe 80 GB"), cells) == []
+    repeats = [
+        measured("megatrain", step_s, preset="fast", started_at=f"2026-12-0{day}T00:00:00Z") for day, step_s in ((1, 2), (2, 4))
+    ]
+    assert "MegaTrain fast 499" in paper.measured_text(ours, paper.cells_in(load.from_rows(repeats)))  # not 749, the better one
+    for other in ({"experiment": "another"}, {"machine": large}):
+        assert len(paper.cells_in(load.from_rows([repeats[0], replace(repeats[1], **other)]))) == 2
     a100 = [measured("zero3", 9.0, machine=H200 | {"gpu": "NVIDIA A100-PCIE-80GB"})]
     there = paper.cells_in(load.from_rows(a100))
     assert paper.cells_for(one_claim(study="other_gpus", model="7B", system="zero3", hardware="A100 PCIe 80 GB"), there)
@@ -139,6 +147,9 @@ def test_the_ratio_comes_from_one_run() -> None:
         r"14\.8B, H200 16 cores, batch 32: MegaTrain fast 2\.00x \(95% interval 1\.9\d to 2\.0\d\)",
         paper.ratio_text(claim, load.from_rows(rows)),
     )
+    theirs = measured("published_megatrain", 20.0, "qwen2.5-14b", agrees=False)
+    told = paper.ratio_text(claim, load.from_rows([*(replace(one, agrees=True) for one in rows), theirs]))
+    assert re.search(r"MegaTrain \(published\) 0\.50x .*\(numerics differ\)$", told)
     apart = [rows[0], measured("megatrain", 5.0, "qwen2.5-14b", experiment="another")]
     assert paper.ratio_text(claim, load.from_rows(apart)) == ""
     elsewhere = [rows[0], measured("megatrain", 5.0, "qwen2.5-14b", machine=H200 | {"boot": "0123abcd"})]

@@ -16,7 +16,7 @@ from analysis import load, stats, tables
 from analysis.compare import CPU_NOTE, Comparison, compare, interval_text, notes
 from analysis.make import RESULTS
 from analysis.verdict import sentence
-from sweeps.result import Row, read_rows
+from sweeps.result import Row, compared, read_rows
 from tests.unit.test_analysis_load import cpu_rows, curve, h200_rows, plan, row
 
 COMMITTED = list(read_rows(RESULTS / "h200_3b.jsonl"))
@@ -187,6 +187,23 @@ def test_without_a_reference_row_speeds_are_ranked_and_the_note_says_so() -> Non
     assert [one.system for one in result.ranked] == ["megatrain", "zero3"]
     assert "No reference row: numerics were not checked." in notes(result)
     assert "in memory: does not fit: needs 236 GB" in notes(result)
+
+
+def test_repeats_of_a_stand_in_are_one_reference_and_tell_their_spread() -> None:
+    def told(name: str, repeat: int = 1) -> dict[str, object]:
+        return {"system": {"name": name, "dtype": "bfloat16"}, "machine": {"device": "cuda"}, "measure": {"repeat": repeat}}
+
+    refused = row("in_memory", status="wont_fit", config=told("in_memory"))
+    first = row("zero3", [3.0], losses=[9.0], config=told("zero3"), cell="z1", started_at="1")
+    later = row("zero3", [3.1], losses=[9.0015], config=told("zero3", 2), cell="z2", started_at="2")
+    preset = row("zero3", [3.0], losses=[9.0], preset="optimizer", config=told("optimizer"))
+    mine = row("megatrain", [1.0], losses=[8.999], config=told("megatrain"))
+    rows = [refused, first, later, preset, mine]
+    result = comparison([compared(one, rows) for one in rows])
+    assert result.reference is not None
+    assert (result.reference.num_repeats, result.reference.losses, result.reference.preset) == (2, [9.0], None)
+    gaps = {one.label: (tables._gap(one), tables._agrees(one)) for one in result.standings if one.measured}
+    assert gaps == {"ZeRO-3": ("1.5e-03", "reference"), "ZeRO-3 optimizer": ("0.0e+00", "yes"), "MegaTrain": ("1.0e-03", "yes")}
 
 
 def test_a_row_without_verdict_is_not_ranked_beside_checked_ones() -> None:

@@ -143,11 +143,11 @@ def test_the_history_of_a_run_is_the_row() -> None:
 
 
 def test_agreement_is_with_the_reference_of_the_same_config() -> None:
-    def row(system: str, loss: float, seed: int = 0) -> Row:
+    def row(system: str, loss: float, seed: int = 0, repeat: int = 1, **options: object) -> Row:
         config = {
-            "system": {"name": system, "dtype": "bfloat16"},
+            "system": {"name": system, "dtype": "bfloat16", **options},
             "seed": seed,
-            "measure": {"windows": 1},
+            "measure": {"windows": 1, "repeat": repeat},
             "machine": {"device": "cpu"},
         }
         return Row(**{**ROW, "system": system}, cell=f"{system}{loss}{seed}", losses=[loss], config=config)
@@ -165,6 +165,24 @@ def test_agreement_is_with_the_reference_of_the_same_config() -> None:
     assert compared(row("megatrain", 1.003), [no_room, row("zero3", 1.0)]).agrees is False
     assert compared(row("megatrain", 1.001), [row("zero3", 1.0)]).agrees is None
     assert compared(row("megatrain", 1.003), [no_room, row("zero3", 1.0), row("in_memory", 1.003)]).agrees is True
+    # Compiled it stands in only where it was measured so alone, which is known when all have run.
+    eager, compiled = row("zero3", 1.0), row("zero3", 1.002, compile=True)
+    mine, alone = row("megatrain", 1.003), [no_room, compiled]
+    assert (compared(mine, alone).agrees, compared(mine, alone, complete=True).agrees) == (None, True)
+    assert compared(compiled, alone, complete=True).max_loss_difference == 0.0
+    assert compared(mine, [*alone, eager], complete=True).agrees is False
+    assert compared(compiled, [*alone, eager], complete=True).max_loss_difference == pytest.approx(0.002)
+    failed = dataclasses.replace(eager, status="oom_host", losses=[])
+    assert compared(mine, [*alone, failed], complete=True).agrees is True
+    refused = dataclasses.replace(row("in_memory", 1.0, compile=True), status="wont_fit", losses=[])
+    assert compared(mine, [refused, compiled], complete=True).agrees is True
+    fits = row("in_memory", 1.003, compile=True)  # which is no reference: that is eager
+    assert compared(row("megatrain", 1.001), [no_room, fits, eager]).agrees is True
+    # Of its repeats the first is the reference, for the others too.
+    again = row("zero3", 1.005, repeat=2)
+    assert compared(eager, [no_room, eager, again]).max_loss_difference == 0.0
+    assert compared(again, [no_room, eager, again]).agrees is False
+    assert compared(row("megatrain", 1.001), [no_room, eager, again]).agrees is True
 
 
 @pytest.mark.parametrize(
