@@ -37,6 +37,7 @@ MEASURED = measured()
 UNEXPLAINED = {
     "batch_size-a5e22b2b9ad5": "2,048 tokens: 20% over; a layer takes less than 10 ms, perhaps to launch its kernels",
     "model_size-d347379aa670": "0.5B: 12% over, as above",
+    "zero3_14b-3277d7d5a9e1": "14B: 12% over, its repeats 9%; 24 layers evicted beside 62 threads of AdamW, perhaps slower",
     "batch_size_first-5d45b3e2bc00": "2,048 tokens, all AdamW: 15% under; its machine's probes were slower than its updates",
 }
 
