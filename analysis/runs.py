@@ -11,15 +11,21 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 from sweeps.result import Row, unpacked
 
 ONLINE = re.compile(r"wandb:(?P<entity>[^/@#]+)/(?P<project>[^/@#]+)(@(?P<group>[^#]+))?(#(?P<tag>.+))?")
 """wandb:entity/project, then @group and #tag where only those runs are meant."""
+END_S = 5.0
+"""What W&B's service gets to end by itself after the program that asked it."""
 AGAIN = "make it again from the JSONL, which has every row: python -m sweeps.upload ROWS"
 
 
@@ -89,6 +95,7 @@ def online(source: str) -> list[Tagged]:
     try:
         rows = [_row(run.config, run.scan_history(), f"wandb:{path}/{run.id}") for run in Api().runs(path, filters=filters)]
     except (Error, ValueError, OSError) as error:
+        threading.Thread(target=_end_service, name="end-wandb", daemon=True).start()
         told = " ".join(str(error).split())
         if told.startswith("wandb:"):
             raise ValueError(told) from None
@@ -97,6 +104,15 @@ def online(source: str) -> list[Tagged]:
     if not rows:
         raise ValueError(f"{source}: got no such runs, allowed those that sweeps.upload has fed; check @group and #tag")
     return rows
+
+
+def _end_service() -> None:
+    """Lets this program end: the service of W&B 0.31 may wait for ever after a request that it gave up, and Python for it."""
+    threading.main_thread().join()
+    time.sleep(END_S)
+    for child in psutil.Process().children():
+        if child.name().startswith("wandb-core"):
+            child.kill()
 
 
 def _row(config: Mapping[str, Any], steps: Iterable[Mapping[str, Any]], where: str) -> Tagged:

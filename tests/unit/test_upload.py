@@ -253,6 +253,24 @@ def test_a_project_that_cannot_be_read_is_one_line(source: str, env: dict[str, s
     assert len(done.stdout.splitlines()) == 1
 
 
+def test_a_service_that_does_not_end_holds_nobody_up(tmp_path: Path) -> None:
+    """As the library's does now and then after a request that it gave up: Python waits for it at exit."""
+    service = tmp_path / "wandb-core"
+    service.write_bytes(Path("/bin/sleep").read_bytes())
+    service.chmod(0o755)
+    code = (
+        "import atexit, subprocess, sys\n"
+        "from analysis import load, runs\n"
+        "runs.END_S = 0.1\n"
+        "atexit.register(subprocess.Popen([sys.argv[1], '600']).wait)\n"
+        "try:\n    load.frame('wandb:me/project')\nexcept ValueError as error:\n    print(error)"
+    )
+    env = os.environ | NO_KEY | {"WANDB_SILENT": "true"}
+    done = subprocess.run([sys.executable, "-c", code, service], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "W&B said 'No API key" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("address", "wanted"),
     [("wandb:me/bench", [0, 1, 2, 3]), ("wandb:me/bench@here", [0, 1, 2, 3]), ("wandb:me/bench@here#zero2", [2])],
