@@ -123,6 +123,8 @@ class Cell:
     """The system's own knobs: the rest of the system group."""
     omp_num_threads: int = 0
     """OMP_NUM_THREADS of the cell's process (system.omp_num_threads); 0 leaves it."""
+    time_limit_s: float | None = None
+    """Of the command that the cell belongs to, seconds; None is no limit."""
     numactl: Sequence[str] = ()
     """Arguments of numactl(8), which then starts the cell's process (system.numactl); none: it is started by itself."""
     model: ModelSpec
@@ -167,7 +169,7 @@ class Cell:
 def cell_from(config: Mapping[str, Any]) -> Cell:
     """Validate a plain composed config (device and total_steps already resolved). Raises ValueError, one line."""
     known = {item.name for item in fields(Cell)} - {"dtype", "options", "omp_num_threads", "numactl", "config"}
-    require("", config, sorted(known))
+    require("", config, sorted(known - {"time_limit_s"}))  # a row's config has none
     for group in config:
         if group not in known:
             raise ValueError(f"{group}: got {config[group]!r}, allowed {', '.join(sorted(known))}; remove it or correct its name")
@@ -195,6 +197,7 @@ def cell_from(config: Mapping[str, Any]) -> Cell:
         dtype=dtype,
         options=system,
         omp_num_threads=omp_num_threads,
+        time_limit_s=_limit("time_limit_s", config.get("time_limit_s")),
         numactl=numactl,
         model=build_group(ModelSpec, "model", config),
         shape=shape,
@@ -236,6 +239,13 @@ def _named(path: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError(f"{path}: got {value!r}, allowed a path; name a folder")
     return value
+
+
+def _limit(path: str, value: Any) -> float | None:
+    """Seconds > 0, or None."""
+    if value is not None and not _typed(path, value, float) > 0:
+        raise ValueError(f"{path}: got {value!r}, allowed seconds > 0, or null for no limit; correct it")
+    return None if value is None else float(value)
 
 
 def _count(path: str, value: Any) -> int:

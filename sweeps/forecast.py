@@ -1,4 +1,4 @@
-"""How long a study will take: said before its first cell, and what is left of it after each.
+"""How long a study will take: said before its first cell, and what is left of it after each; and what a time limit leaves room for.
 
 Invariant: seconds come from the engine's cost model (on a GPU) or from rows in the study's folder, and where neither knows
 the word is "unknown"; nothing that is said here reaches a row.
@@ -7,16 +7,15 @@ the word is "unknown"; nothing that is said here reaches a row.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from sweeps import study
 from sweeps.config import Cell
-from sweeps.result import flat
+from sweeps.result import Row, flat
 
-HIDDEN = ("experiment", "output_dir", "logging")
+HIDDEN = ("experiment", "output_dir", "logging", "time_limit_s")
 """Parts of a config that tell no cell of a study from another."""
 
 
@@ -27,28 +26,26 @@ class Forecast:
         """predicted: cell's hash -> seconds a step; 0 where it will be refused."""
         self.cells, self._predicted = list(cells), dict(predicted)
         self.left = [cell for cell in cells if not _measured(cell)]
-        self._extra_s: list[float] = []
 
     def step_s(self, cell: Cell) -> float | None:
         """Seconds a step: as predicted, or of the row of the same system that is most alike, by tokens; None where unknown."""
         if cell.hash in self._predicted:
             return self._predicted[cell.hash]
-        keys = (cell.system, cell.model.name, cell.options.get("preset"))
-        rows = [
-            row for row in study.rows_of(cell.rows_path) if row.step_s and row.system == cell.system and study.comparable(row, cell)
-        ]
-        if not rows:
+        row = _alike(cell, [row for row in _rows(cell) if row.system == cell.system])
+        return None if row is None else statistics.median(row.step_s) * cell.shape.num_tokens / (row.batch_size * row.seq_len)
+
+    def extra_s(self, cell: Cell) -> float | None:
+        """Seconds beside the steps (importing, making the model, giving memory back), as in the row that is most alike; None where
+        no row tells."""
+        row = _alike(cell, [row for row in _rows(cell) if row.cell_s is not None])
+        if row is None or row.cell_s is None:
             return None
-        alike = max(
-            rows, key=lambda row: [mine == its for mine, its in zip(keys, (row.system, row.model, row.preset), strict=True)]
-        )
-        return statistics.median(alike.step_s) * cell.shape.num_tokens / (alike.batch_size * alike.seq_len)
+        return max(0.0, row.cell_s - statistics.mean(row.step_s) * len(row.losses))
 
     def seconds(self, cell: Cell) -> float | None:
-        """Of the whole cell; starting up counts as soon as one cell of this command has shown how long it takes."""
+        """Of the whole cell, or of its steps alone where no row tells what comes on top; 0 where it will be refused."""
         step_s = self.step_s(cell)
-        extra = statistics.median(self._extra_s) if self._extra_s else 0.0
-        return None if step_s is None else step_s * cell.measure.num_steps + extra
+        return step_s and step_s * cell.measure.num_steps + (self.extra_s(cell) or 0.0)
 
     def remaining(self) -> str:
         """How long the cells that are left will take, in words."""
@@ -56,7 +53,8 @@ class Forecast:
         unknown = len(self.left) - len(known)
         told = [f"about {duration(sum(known))}"] if known else []
         told += [f"{unknown} of unknown length" if known else "unknown"] if unknown else []
-        return " and ".join(told) + ("" if self._extra_s or not known else ", steps alone: starting up adds to it")
+        alone = known and all(self.extra_s(cell) is None for cell in self.left)
+        return " and ".join(told) + (", steps alone: starting up adds to it" if alone else "")
 
     def lines(self) -> list[str]:
         """The study in short, and one line a cell."""
@@ -72,18 +70,21 @@ class Forecast:
             lines.append(f"  {name:<{width}}  {expected if cell in self.left else 'measured'}")
         return lines
 
+    def too_long(self, cell: Cell, seconds: float) -> str | None:
+        """Why a cell that is left is not to be begun with that many seconds to go; None where it is."""
+        expected = self.seconds(cell)
+        if study.stands(cell) or (seconds > 0 and (expected is None or expected <= seconds)):
+            return None
+        return f"{duration(max(0.0, seconds))} left" + (f", about {duration(expected)} needed" if expected else "")
+
     @contextmanager
     def watching(self, cell: Cell) -> Iterator[None]:
-        """Around one cell: learns what starting up takes, and says what is left."""
-        started = time.monotonic()
+        """Around one cell: says what is left."""
         yield
         planned = next((one for one in self.left if one.hash == cell.hash), None)
         if planned is None:
             return
         self.left.remove(planned)
-        row = study.latest(cell)
-        if row is not None and row.step_s:
-            self._extra_s.append(max(0.0, time.monotonic() - started - statistics.mean(row.step_s) * cell.measure.num_steps))
         if self.left:
             print(f"{len(self.left)} of {len(self.cells)} cells left; time left: {self.remaining()}", flush=True)
 
@@ -99,6 +100,21 @@ def announce(cells: Sequence[Cell], predicted: Mapping[str, float]) -> Forecast:
 
 def _measured(cell: Cell) -> bool:
     return study.stands(cell)
+
+
+def _rows(cell: Cell) -> list[Row]:
+    """The measured rows of the cell's folder whose speed says something of its own."""
+    return [row for row in study.rows_of(cell.rows_path) if row.step_s and study.comparable(row, cell)]
+
+
+def _alike(cell: Cell, rows: Sequence[Row]) -> Row | None:
+    """The row that is most like the cell by system, model and preset; None of none."""
+    keys = (cell.system, cell.model.name, cell.options.get("preset"))
+    return max(
+        rows,
+        key=lambda row: [mine == its for mine, its in zip(keys, (row.system, row.model, row.preset), strict=True)],
+        default=None,
+    )
 
 
 def duration(seconds: float) -> str:

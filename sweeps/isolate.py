@@ -38,6 +38,8 @@ class Outcome:
     peak_host_bytes: int | None = None
     peak_host: dict[str, int] = field(default_factory=dict)
     peak_device_nvml_bytes: int | None = None
+    cell_s: float | None = None
+    """Seconds that its process lived."""
     crowd_device_bytes: int | None = None
     """Device memory that others had, as sweeps.study saw it."""
 
@@ -52,6 +54,7 @@ def run_isolated(
     *,
     log: Path,
     timeout_s: float,
+    timeout_name: str = "measure.timeout_s",
     device: DeviceSampler,
     on_event: Callable[[Event], None],
     env: Mapping[str, str] | None = None,
@@ -63,6 +66,7 @@ def run_isolated(
     configuration is invalid.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
     read_end, write_end = os.pipe()
     command = [*starter, sys.executable, "-m", module, "--events-fd", str(write_end)]
     with log.open("wb") as output:
@@ -80,13 +84,14 @@ def run_isolated(
     sampler = Sampler(child.pid, device)
     try:
         _send(child, config)
-        timed_out = _watch(child, read_end, sampler, outcome, on_event, time.monotonic() + timeout_s)
+        timed_out = _watch(child, read_end, sampler, outcome, on_event, started + timeout_s)
     finally:
         _kill(child)
         os.close(read_end)
+    outcome.cell_s = time.monotonic() - started
     outcome.peak_host_bytes, outcome.peak_host = sampler.peak_host_bytes, sampler.peak_host
     outcome.peak_device_nvml_bytes = sampler.peak_device_bytes
-    _judge(outcome, child.returncode, timeout_s if timed_out else None, log)
+    _judge(outcome, child.returncode, f"{timeout_name} = {timeout_s:.4g} s" if timed_out else "", log)
     return outcome
 
 
@@ -144,18 +149,18 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
             os.killpg(child.pid, signal.SIGKILL)  # what it started and left behind
 
 
-def _judge(outcome: Outcome, returncode: int, timed_out_s: float | None, log: Path) -> None:
+def _judge(outcome: Outcome, returncode: int, timeout: str, log: Path) -> None:
     invalid = next((event for event in outcome.events if event["event"] == "invalid"), None)
     failed = outcome.last("failed")
     if invalid:
         raise ValueError(invalid["reason"])
-    killed = f"killed after measure.timeout_s = {timed_out_s:g} s; raise it, or see {log}" if timed_out_s is not None else ""
+    killed = f"killed after {timeout}; raise it, or see {log}" if timeout else ""
     if outcome.last("done"):  # measured; what failed later, a trace, costs no number
         later = failed["reason"] if failed else killed
         outcome.status, outcome.reason = "ok", f"after the measurement: {later}" if later else outcome.reason
     elif failed:
         outcome.status, outcome.reason = failed["status"], failed["reason"]
-    elif timed_out_s is not None:
+    elif timeout:
         outcome.status, outcome.reason = "timeout", killed
     elif returncode == -signal.SIGKILL:
         outcome.status, outcome.reason = (

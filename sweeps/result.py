@@ -27,7 +27,7 @@ STAND_IN = "zero3"
 HISTORY = ("losses", "step_s")
 """Fields of a row that are the history of its W&B run."""
 NO_ROOM = ("wont_fit", "oom_device", "oom_host")
-UNHASHED = ("experiment", "logging", "output_dir")
+UNHASHED = ("experiment", "logging", "output_dir", "time_limit_s")
 """Groups of a config that cannot change a measurement. Of machine only device and its cap can, of measure all but the next."""
 PATHS = ("checkout", "nvme_path")
 """Fields of machine that stand for a system's option of the same name: where something lies on one machine, which no row tells."""
@@ -106,6 +106,9 @@ class Row:
     git_commit: str | None = None
     started_at: str = ""
     """UTC, ISO 8601."""
+    cell_s: float | None = None
+    """Seconds that the cell's process lived, setting up and what follows the measurement included; None where none was started,
+    and in older rows."""
     config: dict[str, Any] = field(default_factory=dict)
     """The composed config of the cell, as run."""
     schema_version: int = SCHEMA_VERSION
@@ -229,7 +232,8 @@ def hashed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def published(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config as its row has it."""
-    return {**config, "machine": {name: value for name, value in config["machine"].items() if name not in PATHS}}
+    kept = {name: value for name, value in config.items() if name != "time_limit_s"}
+    return {**kept, "machine": {name: value for name, value in config["machine"].items() if name not in PATHS}}
 
 
 def digest(value: Any) -> str:

@@ -12,9 +12,11 @@ exit code 2 (HYDRA_FULL_ERROR=1 shows the traceback).
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import FrameType
@@ -38,6 +40,8 @@ PLANNED: list[Cell] = []
 """The cells of this command, in order; empty in a process that a launcher started, and under other sweepers."""
 FORECAST = forecast.Forecast([], {})
 """Of PLANNED."""
+STARTED = time.monotonic()
+"""What a time limit counts from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +82,10 @@ def command_of(argv: Sequence[str]) -> Command:
         if tune:
             HydraConfig.instance().set_config(base)  # the study is called after hydra:runtime.choices.system
             start = study.compose_cell(compose(name, [*fixed, *extra]))
+            if start.time_limit_s is not None:
+                raise ValueError(
+                    f"time_limit_s: got {start.time_limit_s:g}, allowed null for a search; give it hydra.sweeper.n_trials"
+                )
             return Command(cells=[start], argv=list(argv), tune=tune, system=system)
         if not base.hydra.sweeper._target_.endswith("BasicSweeper"):
             return Command(cells=[], argv=list(argv))
@@ -145,9 +153,16 @@ def _job(cfg: DictConfig) -> float:
         cell = study.compose_cell(cfg)
         if left_out(cell.measure.repeat, cell.measure.repeated, choices.get("system")):
             return 0.0
+        deadline = STARTED + (cell.time_limit_s or math.inf)
+        if why := FORECAST.too_long(cell, deadline - time.monotonic()):
+            print(f"{_label(cell)} {cell.system}: not begun: {why} (time_limit_s); the same command goes on", flush=True)
+            return 0.0
         with FORECAST.watching(cell):
-            row = study.run_cell(tuner.pruned(cell) if choices.get("tune") else cell, _label(cell))
+            row = study.run_cell(tuner.pruned(cell) if choices.get("tune") else cell, _label(cell), deadline)
         return row.tokens_per_s or 0.0
+    except study.TimeIsUpError:
+        print("  stopped, no row: time_limit_s is up; the same command goes on", flush=True)
+        return 0.0
     except USER_ERRORS as error:
         if _full_error():
             raise

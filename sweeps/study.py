@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import math
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -33,6 +35,10 @@ RETRIED = ("error", "timeout", "oom_host", "unsupported", "wont_fit")
 had a part of the device."""
 REFUSED: dict[str, Outcome] = {}
 """By hash, the cells of this command that `check` found no room for."""
+
+
+class TimeIsUpError(Exception):
+    """The command's time limit ended a cell, which has no row."""
 
 
 def compose_cell(cfg: DictConfig) -> Cell:
@@ -91,9 +97,10 @@ def stands(cell: Cell) -> bool:
     return row.status != "oom_device" or not row.crowd_device_bytes
 
 
-def run_cell(cell: Cell, label: str) -> Row:
+def run_cell(cell: Cell, label: str, deadline: float = math.inf) -> Row:
     """The cell's row: the one it already has, or a new one from a fresh process. ValueError for an invalid config.
 
+    deadline: on time.monotonic's clock; TimeIsUpError, without a row, where the cell has not ended by then.
     Studies that share an output folder share cells: what one of them has measured is written again with the other's label.
     """
     known = latest(cell)
@@ -113,7 +120,7 @@ def run_cell(cell: Cell, label: str) -> Row:
     sinks: list[Sink] = [*_records(cell), ConsoleSink(label)]
     log = cell.output_dir / "logs" / f"{cell.system}-{cell.hash}.log"
     try:
-        row = _measure(cell, log, sinks)
+        row = _measure(cell, log, sinks, deadline)
         for sink in sinks:
             sink.row(row)
     except ValueError:
@@ -150,7 +157,7 @@ def _relabelled(row: Row, cell: Cell) -> Row:
     return taken
 
 
-def _measure(cell: Cell, log: Path, sinks: Sequence[Sink]) -> Row:
+def _measure(cell: Cell, log: Path, sinks: Sequence[Sink], deadline: float) -> Row:
     started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     for sink in sinks:
         sink.start(cell)
@@ -162,7 +169,7 @@ def _measure(cell: Cell, log: Path, sinks: Sequence[Sink]) -> Row:
         print(f"  machine.device: {crowd}", flush=True)
     peak = ceilings.cached_matrix_peak(cell.output_dir, cell.machine.device)
 
-    rates = known_rates(cell)
+    rates, left_s = known_rates(cell), deadline - time.monotonic()
 
     def tell(event: Event) -> None:
         for sink in sinks:
@@ -172,12 +179,15 @@ def _measure(cell: Cell, log: Path, sinks: Sequence[Sink]) -> Row:
         "sweeps.cell",
         {**cell.config, **({"rates": rates} if rates else {})},
         log=log,
-        timeout_s=cell.measure.timeout_s,
+        timeout_s=min(left_s, cell.measure.timeout_s),
+        timeout_name="what was left of time_limit_s" if left_s < cell.measure.timeout_s else "measure.timeout_s",
         device=device,
         on_event=tell,
         env=environment.cell_variables(cell.omp_num_threads),
         starter=("numactl", *cell.numactl) if cell.numactl else (),
     )
+    if outcome.status == "timeout" and time.monotonic() >= deadline:
+        raise TimeIsUpError
     if crowd is None and outcome.status == "oom_device":  # somebody may have come later
         crowd = device.crowd()
     if crowd is not None:
@@ -259,6 +269,7 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
         versions=environment.versions(),
         git_commit=environment.git_commit(),
         started_at=started_at,
+        cell_s=outcome.cell_s,
         config=published(cell.config),
     )
 

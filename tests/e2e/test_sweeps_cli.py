@@ -19,6 +19,7 @@ from analysis import load
 from sweeps import auto, run
 from sweeps.errors import USER_ERRORS, one_line
 from sweeps.result import Row, read_rows
+from sweeps.study import TimeIsUpError, run_cell
 
 pytestmark = pytest.mark.timeout(900)  # the first test of the shared study waits for its four commands
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,6 +85,9 @@ def first_step_of(output: Path, *overrides: str, cell: int = 1) -> Iterator[tupl
         (["system.dpeth=3"], "system.dpeth: got '3', an unknown field, allowed checkpoint_interval"),
         (["shape.batch_size=5", "shape.num_micro_batches=2"], "shape.num_micro_batches: got 2, allowed a divisor"),
         (["shape.seq_len=9999"], "shape.seq_len: got 9999, allowed 1 to 2048"),
+        (["time_limit_s=0"], "time_limit_s: got 0, allowed seconds > 0, or null"),
+        (["time_limit_s=soon"], "time_limit_s: got 'soon', allowed a value of type float"),
+        (["+tune=zero3", "time_limit_s=60"], "time_limit_s: got 60, allowed null for a search"),
         (["system.dtype=int8"], "system.dtype: got 'int8', allowed bfloat16, float32"),
         (["seed=[1"], "seed=[1: got an override that Hydra cannot read"),
         (["seed=${nowhere}"], "seed: got an interpolation that leads nowhere"),
@@ -207,6 +211,8 @@ def test_a_row_says_what_was_measured_and_where(study: Study) -> None:
         assert row.num_params
         assert row.versions["torch"]
         assert row.machine["host_bytes"]
+        assert sum(row.step_s) * 50 < (row.cell_s or 0) < 280
+        assert "time_limit_s" not in row.config
 
 
 def test_a_study_says_what_is_left_of_it(study: Study) -> None:
@@ -292,6 +298,21 @@ def test_interrupting_leaves_no_row_and_no_cell(tmp_path: Path) -> None:
     assert len(errors.strip().splitlines()) == 1
     assert ends(child)
     assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_a_time_limit_begins_no_cell_beyond_it_and_stops_the_one_that_runs(tmp_path: Path) -> None:
+    both = ["--multirun", "system=in_memory,megatrain", *SMALL, "logging=none"]
+    late = sweep(tmp_path / "late", *both, "time_limit_s=0.1")
+    assert late.returncode == 1
+    assert late.stdout.count("not begun: 0 s left (time_limit_s)") == 2, late
+    assert "not measured: megatrain (not run)" in late.stderr
+    assert not (tmp_path / "late").exists()
+    auto.register()
+    endless = ["system=in_memory", *SMALL, "logging=none", "measure.windows=9999", f"output_dir={tmp_path}"]
+    (cell,) = run.command_of(endless).cells or []
+    with pytest.raises(TimeIsUpError):
+        run_cell(cell, "", time.monotonic() + 2)
+    assert not cell.rows_path.exists()
 
 
 def ends(child: int, seconds: float = 10.0) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sweeps import auto, check, forecast, run
+from sweeps import auto, check, run
 from sweeps.config import Cell, cell_from
 from sweeps.forecast import Forecast, announce, duration, settings
 from sweeps.isolate import Outcome
@@ -59,22 +59,40 @@ def test_rows_of_the_folder_predict_what_is_left(tmp_path: Path, capsys: pytest.
     assert capsys.readouterr().out == "2 of 4 cells left; time left: unknown\n"
     with forecast.watching(cells[2]):
         sink.row(row_of(cells[2], 5.0))
-    assert capsys.readouterr().out == "1 of 4 cells left; time left: about 30 s\n"
+    assert capsys.readouterr().out == "1 of 4 cells left; time left: about 30 s, steps alone: starting up adds to it\n"
     with forecast.watching(cells[3]):
         sink.row(row_of(cells[3], 5.0, status="error"))
     assert capsys.readouterr().out == ""
 
 
-def test_starting_up_counts_once_it_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_starting_up_counts_once_it_is_known(tmp_path: Path) -> None:
     cells = cells_of(f"output_dir={tmp_path}", "system.depth=1,2")
     known = Forecast(cells, {cell.hash: 2.0 for cell in cells})
     assert known.remaining() == "about 12 s, steps alone: starting up adds to it"
-    clock = iter([100.0, 117.0])
-    monkeypatch.setattr(forecast.time, "monotonic", lambda: next(clock))
     with known.watching(cells[0]):
-        JsonlSink(cells[0].rows_path).row(row_of(cells[0], 3.0))
+        JsonlSink(cells[0].rows_path).row(row_of(cells[0], 3.0, cell_s=17.0, losses=[7.0] * 3))
     assert known.seconds(cells[1]) == 2.0 * 3 + (17.0 - 3.0 * 3)
     assert known.remaining() == "about 14 s"
+
+
+def test_starting_up_takes_what_it_took_the_same_system(tmp_path: Path) -> None:
+    cells = cells_of(f"output_dir={tmp_path}", "system=megatrain,fsdp2")
+    sink = JsonlSink(cells[0].rows_path)
+    sink.row(row_of(cells[0], 1.0, cell_s=13.0, losses=[7.0] * 3))
+    sink.row(row_of(cells[1], 1.0, cell_s=93.0, losses=[7.0] * 3, batch_size=8))
+    known = Forecast(cells, {})
+    assert [known.extra_s(cell) for cell in cells] == [10.0, 90.0]
+
+
+def test_a_cell_is_begun_where_it_is_expected_to_end_in_time(tmp_path: Path) -> None:
+    cells = cells_of(f"output_dir={tmp_path}", "system.depth=1,2,3")
+    JsonlSink(cells[0].rows_path).row(row_of(cells[0], 3.0, cell_s=17.0, losses=[7.0] * 3))
+    known = Forecast(cells, {cells[1].hash: 2.0})
+    assert known.too_long(cells[0], 0.0) is None, "it has its number"
+    assert known.too_long(cells[1], 14.5) is None
+    assert known.too_long(cells[1], 5.0) == "5 s left, about 14 s needed"
+    assert Forecast([], {}).too_long(cells_of("system=fsdp2")[0], 0.5) is None, "nobody knows how long it takes"
+    assert Forecast([], {}).too_long(cells_of("system=fsdp2")[0], -3.0) == "0 s left"
 
 
 def test_one_cell_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
