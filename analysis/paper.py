@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from analysis import load, style, tables
+from analysis import latex as tex
+from analysis import load, style
 from analysis.cells import Cell, cell_of, cells_of, percent, stands_for
 from analysis.compare import BASELINE, compare, interval_text
 from analysis.effects import STREAMS, Change, setting_changes
@@ -264,12 +265,15 @@ def table(frame: pd.DataFrame, study: str | None = None) -> Sheet:
 
 def latex(sheet: Sheet) -> str:
     """The table over as many pages as it takes, its title again on each, its notes as last rows."""
-    _, top, title, below, *body, _ = tables.as_latex(sheet).replace("\\footnotesize", "\\scriptsize").splitlines()
+    title = " & ".join(tex.escaped(word) for word in sheet.cells[0])
+    below = f"\\multicolumn{{{len(sheet.align)}}}{{@{{}}p{{\\linewidth}}@{{}}}}"
+    notes = [f"{below}{{\\scriptsize {tex.escaped(note)}}} \\\\" for note in sheet.notes]
     sides = {"l": "\\raggedright", "r": "\\raggedleft"}
     columns = [
         f">{{{sides[side]}\\arraybackslash}}p{{{width}\\linewidth}}" for side, width in zip(sheet.align, WIDTHS, strict=True)
     ]
     lines = ["% \\usepackage{array,booktabs,longtable}", "{\\scriptsize\\setlength{\\tabcolsep}{2pt}"]
-    lines += ["\\begin{longtable}{@{}", *[f"  {column}" for column in columns], "@{}}", top, title, below, "\\endhead"]
-    lines += ["\\bottomrule", "\\endfoot", "\\endlastfoot", *body, "\\end{longtable}}"]
+    lines += ["\\begin{longtable}{@{}", *[f"  {column}" for column in columns], "@{}}"]
+    lines += ["\\toprule", f"{title} \\\\", "\\midrule", "\\endhead", "\\bottomrule", "\\endfoot", "\\endlastfoot"]
+    lines += [*tex.body(sheet), "\\bottomrule", *notes, "\\end{longtable}}"]
     return "\n".join(lines) + "\n"

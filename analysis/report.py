@@ -28,6 +28,7 @@ from rich.console import Console
 from analysis import load, machines, paper, studies, style, tables
 from analysis.compare import compare
 from analysis.figures import ablation, quickstart, throughput, timeline
+from analysis.latex import as_latex
 from analysis.studies import Study
 from analysis.timeline import SUFFIX
 from analysis.verdict import sentence
@@ -140,7 +141,7 @@ def write(frame: pd.DataFrame, folder: Path, name: str) -> list[Path]:
         texts.append(markdown(part, images[0].name))
     page, tex = folder / f"{name}.md", folder / f"{name}.tex"
     page.write_text("\n".join(texts), encoding="utf-8")
-    tex.write_text("\n".join(f"% {header(part.frame)[0]}\n{tables.as_latex(part.sheet)}" for part in parts), encoding="utf-8")
+    tex.write_text("\n".join(f"% {header(part.frame)[0]}\n{as_latex(part.sheet)}" for part in parts), encoding="utf-8")
     return [*written, page, tex]
 
 

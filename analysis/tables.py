@@ -1,7 +1,7 @@
-"""The comparison, or a study, as a table: terminal (rich), Markdown and LaTeX, all from the same cells.
+"""The comparison, or a study, as a table: terminal (rich), Markdown and (analysis/latex.py) LaTeX, all from the same cells.
 
 Invariant: every row is shown; one that was not measured shows its status where its speed would be, and its reason below. The
-terminal table is never wrapped: it drops whole columns, least needed first, until it fits.
+terminal table is never wrapped: it drops whole columns, least needed first, until it fits; a printed page has an order of its own.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class Column:
     cell: Callable[[Standing], str | None]
     drop: int = 0
     """0: always shown; otherwise the lowest is dropped first when the terminal is narrow."""
+    spare: int = 0
+    """The same for a printed page, on which intervals and what the comparison rests on stay longest."""
 
 
 def _number(value: float | None, form: str) -> str | None:
@@ -105,18 +107,20 @@ RATIO, LAST_LOSS = "ratio to\n", "final\nloss"
 COLUMNS: tuple[Column, ...] = (
     Column(title="system", cell=_system),
     Column(title="tokens/s", cell=_speed),
-    Column(title="tokens/s\n95% interval", cell=_repeated, drop=1),
-    Column(title="repeats", cell=lambda one: str(one.num_repeats) if one.num_repeats > 1 else None, drop=8),
+    Column(title="tokens/s\n95% interval", cell=_repeated, drop=1, spare=4),
+    Column(title="repeats", cell=lambda one: str(one.num_repeats) if one.num_repeats > 1 else None, drop=8, spare=2),
     Column(title=RATIO, cell=lambda one: _ratio(one.ratio)),
     Column(title="95%\ninterval", cell=lambda one: _interval(one.ratio, ".2f"), drop=2),
     Column(title="TFLOPS\n6P", cell=_tflops, drop=4),
-    Column(title="MFU", cell=lambda one: _number(one.mfu, ".1%"), drop=5),
-    Column(title="MFU of\ndata sheet", cell=lambda one: _number(one.mfu_datasheet, ".1%"), drop=1),
+    Column(title="MFU", cell=lambda one: _number(one.mfu, ".1%"), drop=5, spare=7),
+    Column(title="MFU of\ndata sheet", cell=lambda one: _number(one.mfu_datasheet, ".1%"), drop=1, spare=1),
     Column(title="device\nGB", cell=lambda one: _gigabytes(one.device_bytes), drop=10),
     Column(title="host\nGB", cell=_host, drop=9),
-    Column(title="host\nB/param", cell=lambda one: _number(one.host_bytes_per_param, ".1f") if one.measured else None, drop=3),
-    Column(title=LAST_LOSS, cell=_last_loss, drop=7),
-    Column(title="held-out\nloss", cell=lambda one: _number(one.heldout_loss, ".4f"), drop=3),
+    Column(
+        title="host\nB/param", cell=lambda one: _number(one.host_bytes_per_param, ".1f") if one.measured else None, drop=3, spare=5
+    ),
+    Column(title=LAST_LOSS, cell=_last_loss, drop=7, spare=3),
+    Column(title="held-out\nloss", cell=lambda one: _number(one.heldout_loss, ".4f"), drop=3, spare=6),
     Column(title="max\n|Δloss|", cell=_gap, drop=6),
     Column(title="agrees", cell=_agrees),
 )
@@ -162,6 +166,8 @@ class Sheet:
     best: frozenset[int] = frozenset()
     notes: list[str] = field(default_factory=list)
     """Caveats that belong below it."""
+    spare: tuple[int, ...] = ()
+    """Columns that a printed page may go without, the first first."""
 
     def bold(self, number: int, column: int) -> bool:
         """Whether a cell of the body is bold."""
@@ -170,9 +176,11 @@ class Sheet:
 
 def sheet(comparison: Comparison) -> Sheet:
     """The comparison's table, its notes below."""
-    table = cells(comparison)
+    shown = columns(comparison)
+    table = cells(comparison, shown)
     best = frozenset(number for number, one in enumerate(comparison.standings, 1) if one.best)
-    return Sheet(cells=table, align=f"l{'r' * (len(table[0]) - 2)}l", best=best, notes=notes(comparison))
+    spare = tuple(sorted((at for at, column in enumerate(shown) if column.spare), key=lambda at: shown[at].spare))
+    return Sheet(cells=table, align=f"l{'r' * (len(table[0]) - 2)}l", best=best, notes=notes(comparison), spare=spare)
 
 
 def study_sheet(study: Study) -> Sheet:
@@ -217,11 +225,6 @@ def markdown(comparison: Comparison) -> str:
     return as_markdown(sheet(comparison))
 
 
-def latex(comparison: Comparison) -> str:
-    """A booktabs tabular with the notes below; the winner in bold. Needs \\usepackage{booktabs}."""
-    return as_latex(sheet(comparison))
-
-
 def as_markdown(table: Sheet) -> str:
     """A GitHub table, without its notes."""
     title, *body = table.cells
@@ -230,18 +233,6 @@ def as_markdown(table: Sheet) -> str:
         escaped = [cell.replace("|", "\\|") for cell in row]
         lines.append(_pipe([f"**{cell}**" if table.bold(number, at) else cell for at, cell in enumerate(escaped)]))
     return "\n".join(lines) + "\n"
-
-
-def as_latex(table: Sheet) -> str:
-    """A booktabs tabular, its notes as last rows over the whole width."""
-    title, *body = table.cells
-    lines = [f"\\begin{{tabular}}{{{table.align}}}", "\\toprule", _ampersand(_flat(title)), "\\midrule"]
-    for number, row in enumerate(body, 1):
-        words = [f"\\textbf{{{_tex(cell)}}}" if table.bold(number, at) else _tex(cell) for at, cell in enumerate(row)]
-        lines.append(" & ".join(words) + " \\\\")
-    below = f"\\multicolumn{{{len(title)}}}{{@{{}}p{{\\linewidth}}@{{}}}}"
-    caveats = [f"{below}{{\\footnotesize {_tex(note)}}} \\\\" for note in table.notes]
-    return "\n".join([*lines, "\\bottomrule", *caveats, "\\end{tabular}"]) + "\n"
 
 
 def terminal_sheet(table: Sheet) -> Table:
@@ -280,39 +271,3 @@ def _row_style(standing: Standing) -> str:
 
 def _pipe(row: Sequence[str]) -> str:
     return "| " + " | ".join(cell if "\\|" in cell else cell.replace("|", "\\|") for cell in row) + " |"
-
-
-def _ampersand(row: Sequence[str]) -> str:
-    return " & ".join(_tex(cell) for cell in row) + " \\\\"
-
-
-_TEX = {
-    "\\": r"\textbackslash{}",
-    "|Δloss|": r"$|\Delta\mathrm{loss}|$",
-    "★ ": "",
-    "†": r"$^\dagger$",
-    "−": "$-$",
-    "±": r"$\pm$",
-    "¹²": "$^{12}$",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "—": "---",
-    "–": "--",
-    "×": r"$\times$",
-    "%": r"\%",
-    "_": r"\_",
-    "&": r"\&",
-    "#": r"\#",
-    "$": r"\$",
-    "{": r"\{",
-    "}": r"\}",
-}
-
-
-def _tex(cell: str) -> str:
-    """LaTeX of one cell, scanning once so that nothing is escaped twice."""
-    done, rest = "", cell
-    while rest:
-        token = next((key for key in _TEX if rest.startswith(key)), rest[0])
-        done, rest = done + _TEX.get(token, token), rest[len(token) :]
-    return done

@@ -96,8 +96,9 @@ def test_readme_prints_markdown_and_writes_nothing(tmp_path: Path, capsys: pytes
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
-def test_the_readme_shows_what_the_committed_rows_give(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("document", ["README.md", "docs/results.md"])
+def test_a_document_shows_what_the_committed_rows_give(document: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / document).read_text()
     tables = re.findall(r"<!-- table:(\w+) -->\n(.*?)\n<!-- /table -->", page, re.DOTALL)
     assert tables
     for name, table in tables:
@@ -111,7 +112,7 @@ def test_the_documents_state_double_buffering_as_the_rows_do() -> None:
     gap = found[0].estimate
     assert gap.lo is not None
     assert gap.hi is not None
-    for name in ("README.md", "docs/comparison.md"):
+    for name in ("README.md", "docs/results.md", "docs/comparison.md"):
         page = (ROOT / name).read_text()
         told = [line for line in page.split("\n- ") if line.startswith("**Double buffering")]
         for number in (gap.value, gap.lo, gap.hi, found[1].estimate.value):

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from analysis import compare, load, studies, tables
+from analysis import compare, latex, load, studies, tables
 from analysis.compare import CPU_NOTE
 from analysis.studies import study_of
 from sweeps.result import Row
@@ -265,11 +265,12 @@ def test_table_of_a_ladder_counts_from_the_first_rung() -> None:
 
 
 def test_latex_has_rules_and_caveats() -> None:
-    tex = tables.as_latex(tables.study_sheet(study(grid_rows())))
-    assert tex.startswith("\\begin{tabular}{llrrrrl}\n\\toprule\ndepth & streams & tokens/s")
+    tex = latex.as_latex(tables.study_sheet(study(grid_rows())))
+    assert "\\begin{tabular}{@{}llrrrrl@{}}\n\\toprule\ndepth & streams & tokens/s" in tex
+    assert "\\begin{tabular}[b]{@{}r@{}}change from \\\\ the fastest\\end{tabular}" in tex
     assert "\\textbf{2} & \\textbf{2} & \\textbf{8,192}" in tex
     assert "$-$33.3\\%" in tex
-    assert tex.index("\\bottomrule") < tex.index("\\multicolumn{7}{@{}p{\\linewidth}@{}}{\\footnotesize Predicted speeds")
+    assert tex.index("\\bottomrule") < tex.index("\\par\\smallskip\\noindent Predicted speeds")
     assert not set("−—–†") & set(tex)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from analysis import load, stats, tables
+from analysis import latex, load, stats, tables
 from analysis.compare import CPU_NOTE, Comparison, compare, interval_text, notes
 from analysis.make import RESULTS
 from analysis.verdict import sentence
@@ -285,8 +285,8 @@ def test_markdown_and_latex() -> None:
     assert lines[0].startswith("| system | tokens/s | ratio to ZeRO-3 |")
     assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1
     assert "| **★ MegaTrain** | **20,403** | 1.80x |" in lines[3]
-    tex = tables.latex(result)
-    assert tex.startswith("\\begin{tabular}{lrrrrrrrrrrl}")
+    tex = latex.as_latex(tables.sheet(result))
+    assert "\\begin{tabular}{@{}lrrrrrrrrrrl@{}}" in tex
     assert "\\textbf{MegaTrain} & \\textbf{20,403} & 1.80x" in tex
     assert "52.4\\%" in tex
     assert not set("★—–Δ_") & set(tex)
