@@ -1,27 +1,26 @@
-"""A table of words as LaTeX that fits a page: booktabs, titles in two lines, notes below.
+"""A table of words as LaTeX for a page: booktabs, titles in two lines, notes below.
 
-Invariant: the same cells as in the terminal and in Markdown; what a page is too narrow for is left out in the order that the table
-itself gives, whole columns at a time, and nothing else is.
+Invariant: the same cells as in the terminal and in Markdown; where they are wider than a text block of style.PAGE_IN, columns are
+left out whole, in the order that the table itself gives, and nothing else is.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from analysis.style import PAGE_IN
 from analysis.tables import Sheet
 
-CHARACTER_PT, SEPARATION_PT, POINTS_PER_INCH = 4.1, 3.0, 72.27
+CHARACTER_PT, SEPARATION_PT, POINTS_PER_INCH = 4.3, 3.0, 72.27
 """Mean width of a character of Computer Modern in \\footnotesize (8 pt), and half the space between columns."""
 LONG_TITLE = 13
 """Titles of more characters are broken in two lines."""
 
 
 def as_latex(table: Sheet) -> str:
-    """A booktabs tabular no wider than a page, its notes below; needs \\usepackage{booktabs}."""
-    fitted = _fitted(table)
+    """A booktabs tabular no wider than a page as far as spare columns go, its notes below; needs \\usepackage{booktabs}."""
+    fitted = fitted_to_page(table)
     title = " & ".join(_stacked(lines, side) for lines, side in zip(_titles(fitted), fitted.align, strict=True))
     lines = [f"{{\\footnotesize\\setlength{{\\tabcolsep}}{{{SEPARATION_PT:g}pt}}%"]
     lines += [f"\\begin{{tabular}}{{@{{}}{fitted.align}@{{}}}}"]
@@ -41,11 +40,11 @@ def body(table: Sheet) -> list[str]:
 
 def width_in(table: Sheet) -> float:
     """About how wide a table is, inches."""
-    longest = [max(*map(len, lines), *(len(row[at]) for row in table.cells[1:])) for at, lines in enumerate(_titles(table))]
+    longest = [max([*map(len, lines), *(len(row[at]) for row in table.cells[1:])]) for at, lines in enumerate(_titles(table))]
     return (sum(longest) * CHARACTER_PT + 2 * SEPARATION_PT * (len(longest) - 1)) / POINTS_PER_INCH
 
 
-def _fitted(table: Sheet) -> Sheet:
+def fitted_to_page(table: Sheet) -> Sheet:
     """The table without the fewest spare columns that leave it no wider than a page."""
     fitted = table
     for number in range(1, len(table.spare) + 1):
@@ -66,7 +65,7 @@ def _lines(title: str) -> Sequence[str]:
     """As the title says, or where it is long, at the space nearest to its middle."""
     if "\n" in title or len(title) <= LONG_TITLE or " " not in title:
         return title.split("\n")
-    at = min((at for at, letter in enumerate(title) if letter == " "), key=lambda at: math.fabs(at - len(title) / 2))
+    at = min((at for at, letter in enumerate(title) if letter == " "), key=lambda at: abs(at - len(title) / 2))
     return [title[:at], title[at + 1 :]]
 
 

@@ -92,10 +92,10 @@ def online(source: str) -> list[Tagged]:
     filters = {name: value for name, value in wanted.items() if value}
     from wandb import Api, Error
 
+    threading.Thread(target=_end_service, name="end-wandb", daemon=True).start()
     try:
         rows = [_row(run.config, run.scan_history(), f"wandb:{path}/{run.id}") for run in Api().runs(path, filters=filters)]
     except (Error, ValueError, OSError) as error:
-        threading.Thread(target=_end_service, name="end-wandb", daemon=True).start()
         told = " ".join(str(error).split())
         if told.startswith("wandb:"):
             raise ValueError(told) from None
@@ -107,9 +107,14 @@ def online(source: str) -> list[Tagged]:
 
 
 def _end_service() -> None:
-    """Lets this program end: the service of W&B 0.31 may wait for ever after a request that it gave up, and Python for it."""
+    """Lets this program end: the service of W&B 0.31 may wait for ever after a request that it gave up, and Python for it. Where a
+    run of the program's own is open, the service has that to end, and is left alone."""
+    import wandb
+
     threading.main_thread().join()
     time.sleep(END_S)
+    if wandb.run is not None:
+        return
     for child in psutil.Process().children():
         if child.name().startswith("wandb-core"):
             child.kill()

@@ -103,6 +103,8 @@ def _system(standing: Standing) -> str:
     return f"{BEST_MARK} {standing.label}" if standing.best else standing.label
 
 
+SPARE = ("host GB", "device GB", "TFLOPS 6P")
+"""Columns of a study that a printed page may go without, the first first."""
 RATIO, LAST_LOSS = "ratio to\n", "final\nloss"
 COLUMNS: tuple[Column, ...] = (
     Column(title="system", cell=_system),
@@ -195,7 +197,8 @@ def study_sheet(study: Study) -> Sheet:
     align = f"{'l' * len(told)}{'r' * (len(title) - len(told) - 1)}l"
     kept = [at for at in range(len(title)) if at <= len(told) or any(line[at] != NOTHING for line in body)]
     table = [[line[at] for at in kept] for line in (title, *body)]
-    return Sheet(cells=table, align="".join(align[at] for at in kept), best=best, notes=study.notes)
+    spare = tuple(table[0].index(name) for name in SPARE if name in table[0])
+    return Sheet(cells=table, align="".join(align[at] for at in kept), best=best, notes=study.notes, spare=spare)
 
 
 def _study_numbers(study: Study, cell: Cell) -> dict[str, str | None]:

@@ -30,7 +30,7 @@ from sweeps.isolate import Outcome, guarded, run_isolated
 from sweeps.memory import NoDevice
 from sweeps.result import configuration
 
-TIMEOUT_S = 120.0
+SURVEY_S = 120.0
 PREDICTION_S = 30.0
 """No prediction begins later than that; a step without one is of unknown length."""
 
@@ -45,8 +45,8 @@ class Survey:
     """Seconds a step of those that the cost model knows, the engine in bf16 on a GPU; 0 without room."""
 
 
-def survey(cells: Sequence[Cell]) -> Survey:
-    """Look at `cells`. ValueError, one line, for the first that its system refuses."""
+def survey(cells: Sequence[Cell], timeout_s: float = SURVEY_S) -> Survey:
+    """Look at `cells`, as far as the time goes. ValueError, one line, for the first that its system refuses."""
     alike: dict[str, list[Cell]] = {}  # repeats are asked about once
     for cell in cells:
         alike.setdefault(configuration(cell.config), []).append(cell)
@@ -55,7 +55,7 @@ def survey(cells: Sequence[Cell]) -> Survey:
         "sweeps.check",
         {"cells": [repeats[0].config for repeats in firsts.values()]},
         log=Path(os.devnull),
-        timeout_s=TIMEOUT_S,
+        timeout_s=timeout_s,
         device=NoDevice(),
         on_event=lambda event: None,
         env=environment.cell_variables(),

@@ -13,7 +13,7 @@ from typing import Any
 
 from sweeps import study
 from sweeps.config import Cell
-from sweeps.result import Row, flat
+from sweeps.result import Row, configuration, flat
 
 HIDDEN = ("experiment", "output_dir", "logging", "time_limit_s")
 """Parts of a config that tell no cell of a study from another."""
@@ -28,24 +28,24 @@ class Forecast:
         self.left = [cell for cell in cells if not _measured(cell)]
 
     def step_s(self, cell: Cell) -> float | None:
-        """Seconds a step: as predicted, or of the row of the same system that is most alike, by tokens; None where unknown."""
+        """Seconds a step: as predicted, or of the row of the same system and model that is most alike, by tokens; None: unknown."""
         if cell.hash in self._predicted:
             return self._predicted[cell.hash]
         row = _alike(cell, [row for row in _rows(cell) if row.system == cell.system])
         return None if row is None else statistics.median(row.step_s) * cell.shape.num_tokens / (row.batch_size * row.seq_len)
 
     def extra_s(self, cell: Cell) -> float | None:
-        """Seconds beside the steps (importing, making the model, giving memory back), as in the row that is most alike; None where
-        no row tells."""
+        """Seconds beside the steps (importing, making the model, giving memory back), as in the row of the same model that is most
+        alike; None where no row tells."""
         row = _alike(cell, [row for row in _rows(cell) if row.cell_s is not None])
-        if row is None or row.cell_s is None:
-            return None
-        return max(0.0, row.cell_s - statistics.mean(row.step_s) * len(row.losses))
+        return None if row is None else max(0.0, (row.cell_s or 0.0) - statistics.mean(row.step_s) * len(row.losses))
 
     def seconds(self, cell: Cell) -> float | None:
         """Of the whole cell, or of its steps alone where no row tells what comes on top; 0 where it will be refused."""
         step_s = self.step_s(cell)
-        return step_s and step_s * cell.measure.num_steps + (self.extra_s(cell) or 0.0)
+        if step_s is None:
+            return None
+        return step_s * cell.measure.num_steps + (self.extra_s(cell) or 0.0) if step_s else 0.0
 
     def remaining(self) -> str:
         """How long the cells that are left will take, in words."""
@@ -70,12 +70,14 @@ class Forecast:
             lines.append(f"  {name:<{width}}  {expected if cell in self.left else 'measured'}")
         return lines
 
-    def too_long(self, cell: Cell, seconds: float) -> str | None:
-        """Why a cell that is left is not to be begun with that many seconds to go; None where it is."""
-        expected = self.seconds(cell)
-        if study.stands(cell) or (seconds > 0 and (expected is None or expected <= seconds)):
+    def too_long(self, cell: Cell, left_s: float, limit_s: float) -> str | None:
+        """Why a cell is not to be begun with so many seconds left of the limit, and what to do; None where it is."""
+        expected = 0.0 if study.stands(cell) else self.seconds(cell)
+        if (expected or 0.0) <= left_s or study.stands(cell):
             return None
-        return f"{duration(max(0.0, seconds))} left" + (f", about {duration(expected)} needed" if expected else "")
+        needed = f", about {duration(expected)} needed" if expected else ""
+        remedy = "raise it" if (expected or 0.0) > limit_s else "the same command goes on"
+        return f"{duration(max(0.0, left_s))} left of time_limit_s = {limit_s:g}{needed}; {remedy}"
 
     @contextmanager
     def watching(self, cell: Cell) -> Iterator[None]:
@@ -103,18 +105,25 @@ def _measured(cell: Cell) -> bool:
 
 
 def _rows(cell: Cell) -> list[Row]:
-    """The measured rows of the cell's folder whose speed says something of its own."""
-    return [row for row in study.rows_of(cell.rows_path) if row.step_s and study.comparable(row, cell)]
+    """The measured rows of the same model in the cell's folder, whose speed says something of its own."""
+    rows = study.rows_of(cell.rows_path)
+    return [row for row in rows if row.step_s and row.model == cell.model.name and study.comparable(row, cell)]
 
 
 def _alike(cell: Cell, rows: Sequence[Row]) -> Row | None:
-    """The row that is most like the cell by system, model and preset; None of none."""
-    keys = (cell.system, cell.model.name, cell.options.get("preset"))
-    return max(
-        rows,
-        key=lambda row: [mine == its for mine, its in zip(keys, (row.system, row.model, row.preset), strict=True)],
-        default=None,
-    )
+    """The row that is most like the cell: a repeat of it, or by system, preset, compilation and tokens; the last of equals."""
+
+    def likeness(row: Row) -> list[bool]:
+        its, mine = row.config.get("system", {}), cell.config["system"]
+        return [
+            bool(row.config) and configuration(row.config) == configuration(cell.config),
+            row.system == cell.system,
+            row.preset == cell.options.get("preset"),
+            bool(its.get("compile")) == bool(mine.get("compile")),
+            row.batch_size * row.seq_len == cell.shape.num_tokens,
+        ]
+
+    return max(reversed(rows), key=likeness, default=None)
 
 
 def duration(seconds: float) -> str:

@@ -38,6 +38,8 @@ class Outcome:
     peak_host_bytes: int | None = None
     peak_host: dict[str, int] = field(default_factory=dict)
     peak_device_nvml_bytes: int | None = None
+    timed_out: bool = False
+    """Whether it was killed because its time was up; what it had measured by then counts."""
     cell_s: float | None = None
     """Seconds that its process lived."""
     crowd_device_bytes: int | None = None
@@ -54,7 +56,6 @@ def run_isolated(
     *,
     log: Path,
     timeout_s: float,
-    timeout_name: str = "measure.timeout_s",
     device: DeviceSampler,
     on_event: Callable[[Event], None],
     env: Mapping[str, str] | None = None,
@@ -91,7 +92,8 @@ def run_isolated(
     outcome.cell_s = time.monotonic() - started
     outcome.peak_host_bytes, outcome.peak_host = sampler.peak_host_bytes, sampler.peak_host
     outcome.peak_device_nvml_bytes = sampler.peak_device_bytes
-    _judge(outcome, child.returncode, f"{timeout_name} = {timeout_s:.4g} s" if timed_out else "", log)
+    outcome.timed_out = timed_out
+    _judge(outcome, child.returncode, timeout_s, log)
     return outcome
 
 
@@ -149,18 +151,18 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
             os.killpg(child.pid, signal.SIGKILL)  # what it started and left behind
 
 
-def _judge(outcome: Outcome, returncode: int, timeout: str, log: Path) -> None:
+def _judge(outcome: Outcome, returncode: int, timeout_s: float, log: Path) -> None:
     invalid = next((event for event in outcome.events if event["event"] == "invalid"), None)
     failed = outcome.last("failed")
     if invalid:
         raise ValueError(invalid["reason"])
-    killed = f"killed after {timeout}; raise it, or see {log}" if timeout else ""
+    killed = f"killed after measure.timeout_s = {timeout_s:g} s; raise it, or see {log}" if outcome.timed_out else ""
     if outcome.last("done"):  # measured; what failed later, a trace, costs no number
         later = failed["reason"] if failed else killed
         outcome.status, outcome.reason = "ok", f"after the measurement: {later}" if later else outcome.reason
     elif failed:
         outcome.status, outcome.reason = failed["status"], failed["reason"]
-    elif timeout:
+    elif outcome.timed_out:
         outcome.status, outcome.reason = "timeout", killed
     elif returncode == -signal.SIGKILL:
         outcome.status, outcome.reason = (

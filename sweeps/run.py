@@ -23,6 +23,7 @@ from types import FrameType
 from typing import NoReturn
 
 import hydra
+import psutil
 from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
@@ -40,8 +41,12 @@ PLANNED: list[Cell] = []
 """The cells of this command, in order; empty in a process that a launcher started, and under other sweepers."""
 FORECAST = forecast.Forecast([], {})
 """Of PLANNED."""
-STARTED = time.monotonic()
-"""What a time limit counts from."""
+STARTED = time.monotonic() - (time.time() - psutil.Process().create_time())
+"""When this process began, on time.monotonic's clock: what a time limit counts from."""
+LATE: list[Cell] = []
+"""Cells that the time limit left out or stopped."""
+UNFINISHED = 75
+"""Exit code where there are some, for a script that gives the command again: EX_TEMPFAIL of sysexits.h."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,17 +82,18 @@ def command_of(argv: Sequence[str]) -> Command:
         base = compose(name, [*fixed, *extra], return_hydra_config=True)
         if not args.multirun and base.hydra.mode != RunMode.MULTIRUN:
             return Command(cells=[study.compose_cell(compose(name, [*args.overrides, *extra]))], argv=list(argv))
+        if base.get("time_limit_s") is not None and not (_basic(base.hydra.sweeper) and _basic(base.hydra.launcher)):
+            raise ValueError(
+                f"time_limit_s: got {base.time_limit_s}, allowed null for a search and with any launcher but Hydra's own; leave it "
+                "out (a search has hydra.sweeper.n_trials)"
+            )
         tune = base.hydra.runtime.choices.get("tune")
         system = str(base.hydra.runtime.choices["system"])
         if tune:
             HydraConfig.instance().set_config(base)  # the study is called after hydra:runtime.choices.system
             start = study.compose_cell(compose(name, [*fixed, *extra]))
-            if start.time_limit_s is not None:
-                raise ValueError(
-                    f"time_limit_s: got {start.time_limit_s:g}, allowed null for a search; give it hydra.sweeper.n_trials"
-                )
             return Command(cells=[start], argv=list(argv), tune=tune, system=system)
-        if not base.hydra.sweeper._target_.endswith("BasicSweeper"):
+        if not _basic(base.hydra.sweeper):
             return Command(cells=[], argv=list(argv))
         overrides = [*(f"{key}={value}" for key, value in (base.hydra.sweeper.params or {}).items()), *args.overrides]
         if any(override.startswith(f"{REPEAT}=") for override in overrides):
@@ -104,6 +110,11 @@ def command_of(argv: Sequence[str]) -> Command:
                 f"measure.repeated: got {repeated}, which leaves no cell of this sweep, allowed one of its systems; add it"
             )
         return Command(cells=[study.compose_cell(compose(name, [*job, *extra])) for job in kept], argv=list(argv))
+
+
+def _basic(plugin: DictConfig) -> bool:
+    """Whether a sweeper or launcher is Hydra's own, which runs the jobs in this process and in order."""
+    return str(plugin._target_).rpartition(".")[2] in ("BasicSweeper", "BasicLauncher")
 
 
 def in_rounds(overrides: Sequence[str]) -> list[str]:
@@ -153,15 +164,17 @@ def _job(cfg: DictConfig) -> float:
         cell = study.compose_cell(cfg)
         if left_out(cell.measure.repeat, cell.measure.repeated, choices.get("system")):
             return 0.0
-        deadline = STARTED + (cell.time_limit_s or math.inf)
-        if why := FORECAST.too_long(cell, deadline - time.monotonic()):
-            print(f"{_label(cell)} {cell.system}: not begun: {why} (time_limit_s); the same command goes on", flush=True)
+        limit_s, deadline = cell.time_limit_s, STARTED + (cell.time_limit_s or math.inf)
+        if limit_s and (why := FORECAST.too_long(cell, deadline - time.monotonic(), limit_s)):
+            LATE.append(cell)
+            print(f"{_label(cell)} {cell.system}: not begun: {why}", flush=True)
             return 0.0
         with FORECAST.watching(cell):
             row = study.run_cell(tuner.pruned(cell) if choices.get("tune") else cell, _label(cell), deadline)
         return row.tokens_per_s or 0.0
     except study.TimeIsUpError:
-        print("  stopped, no row: time_limit_s is up; the same command goes on", flush=True)
+        LATE.append(cell)
+        print("  stopped, no row: time_limit_s is up; the same command goes on (raise it if this was the first cell)", flush=True)
         return 0.0
     except USER_ERRORS as error:
         if _full_error():
@@ -187,7 +200,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def main() -> int:
-    """Validate, run, report; the exit code is 0 when at least one cell has its number."""
+    """Validate, run, report; the exit code is 0 when at least one cell has its number, UNFINISHED where time was up first."""
     global FORECAST
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
         os.environ["MEGATRAIN_FULL_ERROR"] = "1"
@@ -196,15 +209,17 @@ def main() -> int:
     auto.register()
     try:
         command = command_of(sys.argv[1:])
-        predicted = study.check(command.cells or [])
         PLANNED[:] = command.cells or []
+        limit_s = next((cell.time_limit_s for cell in PLANNED), None)
+        predicted = study.check(PLANNED, max(1.0, STARTED + (limit_s or math.inf) - time.monotonic()))
         FORECAST = forecast.announce(PLANNED, predicted)
         sys.argv[1:] = command.argv
         if not command.tune or study.run_cell(PLANNED[0], "default,").status != "unsupported":
             _job()
         if command.tune:
             return tuner.finish(PLANNED[0], command.system)
-        return study.finish(PLANNED) if PLANNED else 0
+        code = study.finish(PLANNED) if PLANNED else 0
+        return UNFINISHED if LATE else code
     except BrokenPipeError:  # the reader (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -1,7 +1,7 @@
 """A study: its cells one by one, each to a row, and the report at the end.
 
 Invariant: a cell that has its number is never run again, one that was killed is; whatever a cell does, exactly one
-row follows; a configuration that is refused leaves no file behind.
+row follows, unless the command's time limit stopped it; a configuration that is refused leaves no file behind.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from sweeps import auto, ceilings, environment
-from sweeps.check import survey
+from sweeps.check import SURVEY_S, survey
 from sweeps.config import Cell, Machine, cell_from
 from sweeps.data import batches, corpus_of
 from sweeps.isolate import Event, Outcome, run_isolated
@@ -51,16 +51,16 @@ def compose_cell(cfg: DictConfig) -> Cell:
     return cell_from(plain)
 
 
-def check(cells: Sequence[Cell]) -> dict[str, float]:
+def check(cells: Sequence[Cell], left_s: float = math.inf) -> dict[str, float]:
     """Predicted seconds a step of the cells of a sweep that are not measured yet, by hash, as far as they are known.
 
     ValueError, one line, for a cell that its system would refuse; a cell alone says so itself at once. Cells without room are
-    found by the way, and cost no process later.
+    found by the way, and cost no process later. left_s: seconds that the look may take at most.
     """
     new = [cell for cell in cells if not stands(cell)]
     if len(cells) < 2 or not new:
         return {}
-    found = survey(new)
+    found = survey(new, min(left_s, SURVEY_S))
     REFUSED.update(found.refused)
     return found.step_s
 
@@ -180,14 +180,15 @@ def _measure(cell: Cell, log: Path, sinks: Sequence[Sink], deadline: float) -> R
         {**cell.config, **({"rates": rates} if rates else {})},
         log=log,
         timeout_s=min(left_s, cell.measure.timeout_s),
-        timeout_name="what was left of time_limit_s" if left_s < cell.measure.timeout_s else "measure.timeout_s",
         device=device,
         on_event=tell,
         env=environment.cell_variables(cell.omp_num_threads),
         starter=("numactl", *cell.numactl) if cell.numactl else (),
     )
-    if outcome.status == "timeout" and time.monotonic() >= deadline:
-        raise TimeIsUpError
+    if outcome.timed_out and left_s < cell.measure.timeout_s:
+        if outcome.status != "ok" or cell.measure.heldout_tokens or cell.measure.trace:
+            raise TimeIsUpError
+        outcome.reason, outcome.cell_s = "", None  # it had all that was asked, and was giving its memory back
     if crowd is None and outcome.status == "oom_device":  # somebody may have come later
         crowd = device.crowd()
     if crowd is not None:

@@ -19,7 +19,6 @@ from analysis import load
 from sweeps import auto, run
 from sweeps.errors import USER_ERRORS, one_line
 from sweeps.result import Row, read_rows
-from sweeps.study import TimeIsUpError, run_cell
 
 pytestmark = pytest.mark.timeout(900)  # the first test of the shared study waits for its four commands
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,6 +87,7 @@ def first_step_of(output: Path, *overrides: str, cell: int = 1) -> Iterator[tupl
         (["time_limit_s=0"], "time_limit_s: got 0, allowed seconds > 0, or null"),
         (["time_limit_s=soon"], "time_limit_s: got 'soon', allowed a value of type float"),
         (["+tune=zero3", "time_limit_s=60"], "time_limit_s: got 60, allowed null for a search"),
+        (["--multirun", "hydra/sweeper=optuna", "time_limit_s=60"], "time_limit_s: got 60, allowed null for a search and with any"),
         (["system.dtype=int8"], "system.dtype: got 'int8', allowed bfloat16, float32"),
         (["seed=[1"], "seed=[1: got an override that Hydra cannot read"),
         (["seed=${nowhere}"], "seed: got an interpolation that leads nowhere"),
@@ -298,21 +298,6 @@ def test_interrupting_leaves_no_row_and_no_cell(tmp_path: Path) -> None:
     assert len(errors.strip().splitlines()) == 1
     assert ends(child)
     assert not (tmp_path / "rows.jsonl").exists()
-
-
-def test_a_time_limit_begins_no_cell_beyond_it_and_stops_the_one_that_runs(tmp_path: Path) -> None:
-    both = ["--multirun", "system=in_memory,megatrain", *SMALL, "logging=none"]
-    late = sweep(tmp_path / "late", *both, "time_limit_s=0.1")
-    assert late.returncode == 1
-    assert late.stdout.count("not begun: 0 s left (time_limit_s)") == 2, late
-    assert "not measured: megatrain (not run)" in late.stderr
-    assert not (tmp_path / "late").exists()
-    auto.register()
-    endless = ["system=in_memory", *SMALL, "logging=none", "measure.windows=9999", f"output_dir={tmp_path}"]
-    (cell,) = run.command_of(endless).cells or []
-    with pytest.raises(TimeIsUpError):
-        run_cell(cell, "", time.monotonic() + 2)
-    assert not cell.rows_path.exists()
 
 
 def ends(child: int, seconds: float = 10.0) -> bool:

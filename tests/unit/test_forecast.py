@@ -88,11 +88,32 @@ def test_a_cell_is_begun_where_it_is_expected_to_end_in_time(tmp_path: Path) -> 
     cells = cells_of(f"output_dir={tmp_path}", "system.depth=1,2,3")
     JsonlSink(cells[0].rows_path).row(row_of(cells[0], 3.0, cell_s=17.0, losses=[7.0] * 3))
     known = Forecast(cells, {cells[1].hash: 2.0})
-    assert known.too_long(cells[0], 0.0) is None, "it has its number"
-    assert known.too_long(cells[1], 14.5) is None
-    assert known.too_long(cells[1], 5.0) == "5 s left, about 14 s needed"
-    assert Forecast([], {}).too_long(cells_of("system=fsdp2")[0], 0.5) is None, "nobody knows how long it takes"
-    assert Forecast([], {}).too_long(cells_of("system=fsdp2")[0], -3.0) == "0 s left"
+    assert known.too_long(cells[0], 0.0, 60.0) is None, "it has its number"
+    assert known.too_long(cells[1], 14.5, 60.0) is None
+    assert known.too_long(cells[1], 5.0, 60.0) == "5 s left of time_limit_s = 60, about 14 s needed; the same command goes on"
+    assert known.too_long(cells[1], 5.0, 6.0) == "5 s left of time_limit_s = 6, about 14 s needed; raise it"
+    assert Forecast([], {}).too_long(cells_of("system=fsdp2")[0], 0.5, 60.0) is None, "nobody knows how long it takes"
+    assert (
+        Forecast([], {}).too_long(cells_of("system=fsdp2")[0], -3.0, 9.0)
+        == "0 s left of time_limit_s = 9; the same command goes on"
+    )
+
+
+def test_a_repeat_takes_what_it_took_before_and_no_model_speaks_for_another(tmp_path: Path) -> None:
+    one, again, wide, other = (
+        cells_of(f"output_dir={tmp_path}", "system=zero3", *overrides)[0]
+        for overrides in ([], ["measure.repeat=2"], ["shape.batch_size=32", "measure.repeat=2"], ["model.name=other"])
+    )
+    sink = JsonlSink(one.rows_path)
+    for step_s, compiled in ((1.0, False), (2.0, False), (3.0, True)):
+        config = {**one.config, "system": {**one.config["system"], "compile": compiled}}
+        sink.row(row_of(one, step_s, config=config, cell_s=50.0 + 3 * step_s, losses=[7.0] * 3))
+    wider = cells_of("system=zero3", "shape.batch_size=32")[0]
+    sink.row(row_of(wider, 4.0, config=dict(wider.config), cell_s=92.0, losses=[7.0] * 3))
+    known = Forecast([], {})
+    assert (known.step_s(again), known.extra_s(again)) == (2.0, 50.0), "the last of the same configuration"
+    assert (known.step_s(wide), known.extra_s(wide)) == (4.0, 80.0)
+    assert (known.step_s(other), known.extra_s(other)) == (None, None)
 
 
 def test_one_cell_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
