@@ -89,4 +89,6 @@ def test_the_list_of_files_names_every_module():
     listed = (ROOT / "docs" / "files.md").read_text().split()
     for path in FILES:
         if path.name != "__init__.py" and "notebooks" not in path.parts:
-            assert path.name in listed or f"{path.parent.name}/{path.name}" in listed, f"{identifier(path)}: add it to docs/files.md"
+            assert path.name in listed or f"{path.parent.name}/{path.name}" in listed, (
+                f"{identifier(path)}: add it to docs/files.md"
+            )
