@@ -259,6 +259,7 @@ def table(frame: pd.DataFrame, study: str | None = None) -> Sheet:
     machines = "; ".join(sorted(set(frame["machine_name"])))
     formula = f"under 6P unless the paper's formula is {ATTENTION}"
     notes = [f"Measured on {machines}, with 95% intervals, {formula}; batches are not the paper's."]
+    notes += [f"Trust, how a number of the paper is known: {', '.join(f'{key} {words}' for key, words in TRUST.items())}."]
     notes += [f"† {one.system} {one.model} {one.setting or one.seq_len or ''}: {one.flag}." for one in told if one.flag]
     return Sheet(cells=[title, *body], align="llllrlllll", notes=list(dict.fromkeys(notes)))
 
