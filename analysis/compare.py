@@ -85,7 +85,7 @@ def notes(comparison: Comparison) -> list[str]:
     told += [f"{one.label}: {one.reason}" for one in comparison.standings if one.measured and one.reason]
     if len({one.num_repeats for one in comparison.standings if one.measured}) > 1:
         told.append("Intervals of what was measured once tell of the windows of one run, not of other runs.")
-    if comparison.baseline is None:
+    if comparison.baseline is None and len({one.system for one in comparison.standings}) > 1:
         told.append("No ratios: ZeRO-3 was not measured with agreeing losses.")
     if not comparison.on_gpu:
         told.append(CPU_NOTE)
@@ -105,7 +105,10 @@ def interval_text(estimate: Estimate) -> str:
 def _prediction(standing: Standing) -> str:
     measured, predicted = statistics.mean(standing.step_s), standing.plan["window_step_s"]
     gap = f"{measured / predicted - 1:+.1%}".replace("-", "−")
-    return f"{standing.label}: {measured:.3g} s a step, {gap} of the {predicted:.3g} s that its cost model had predicted."
+    form = "#.3g" if max(measured, predicted) < 100 else ".0f"
+    return (
+        f"{standing.label}: {measured:{form}} s a step, {gap} against the {predicted:{form}} s that its cost model had predicted."
+    )
 
 
 def _by(standing: Standing) -> str:

@@ -11,10 +11,14 @@ import pandas as pd
 
 
 def name_of(machine: dict[str, Any]) -> str:
-    """The machine in words: GPU (or CPU), cores, host memory in decimal GB; only what the row states."""
+    """The machine in words: GPU (or CPU), cores, host memory in decimal GB; only what the row states. A cell uses one GPU."""
     gpu, num_gpus = machine.get("gpu"), machine.get("num_gpus") or 1
     parts = [
-        f"{num_gpus} × {gpu}" if gpu and num_gpus > 1 else str(gpu) if gpu else f"CPU only ({machine.get('cpu') or 'unknown'})"
+        f"{gpu} (one of {num_gpus})"
+        if gpu and num_gpus > 1
+        else str(gpu)
+        if gpu
+        else f"CPU only ({machine.get('cpu') or 'unknown'})"
     ]
     if machine.get("num_cores"):
         parts.append(f"{machine['num_cores']} cores")

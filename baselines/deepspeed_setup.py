@@ -80,6 +80,12 @@ def sole_builder() -> Iterator[None]:
         yield
 
 
+def setup_phase() -> str:
+    """What setting up is, in words: building DeepSpeed's operators first where that has not been done."""
+    cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache_directory() / "torch_extensions")
+    return "setup" if any(cache.rglob("cpu_adam*.so")) else "setup, building DeepSpeed's operators first (minutes, once)"
+
+
 def import_deepspeed(device: torch.device) -> Any:
     """Import DeepSpeed quietly, for `device`, with a fixed cache for the operators that it builds."""
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache_directory() / "torch_extensions"))

@@ -42,7 +42,7 @@ from baselines.deepspeed_options import (
     state_on_device,
     sub_groups,
 )
-from baselines.deepspeed_setup import import_deepspeed, require_deepspeed, sole_builder
+from baselines.deepspeed_setup import import_deepspeed, require_deepspeed, setup_phase, sole_builder
 from baselines.loss import loss_of
 from baselines.model import config_of, count_params, decoder_layers, materialise
 from baselines.system import SystemSpec, Unsupported
@@ -71,6 +71,11 @@ class Zero3:
         self._joined = False
         self._optimizer_s = 0.0
         self._outcome = NOT_TAKEN
+
+    @property
+    def setup_phase(self) -> str:
+        """What the bench is to call its setup, which may take minutes once."""
+        return setup_phase()
 
     def plan(self) -> Plan:
         """Closed-form bytes; 26 per parameter on the host in bf16, as measured."""

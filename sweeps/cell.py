@@ -117,7 +117,7 @@ def work(cell: Cell, emit: Emitter, rates: Mapping[str, float] | None = None) ->
     if refusal:
         emit("failed", status="wont_fit", reason=refusal)
         return
-    emit("phase", name="setup")
+    emit("phase", name=getattr(system, "setup_phase", "setup"))
     model = None
     try:
         system.setup(initial_weights(spec.model, cell.seed, spec.dtype, spec.device))

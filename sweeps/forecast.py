@@ -26,6 +26,9 @@ class Forecast:
         """predicted: cell's hash -> seconds a step; 0 where it will be refused."""
         self.cells, self._predicted = list(cells), dict(predicted)
         self.left = [cell for cell in cells if not _measured(cell)]
+        told = [[word for word in one.split() if not word.startswith("system=")] for one in settings(cells)]
+        self.names = {cell.hash: " ".join(words) for cell, words in zip(cells, told, strict=True)}
+        """By hash, what tells a cell from the others beside its system."""
 
     def step_s(self, cell: Cell) -> float | None:
         """Seconds a step: as predicted, or of the row of the same system and model that is most alike, by tokens; None: unknown."""

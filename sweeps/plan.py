@@ -143,7 +143,7 @@ def report(cell: Cell, machine: Machine | None) -> list[str]:
     num_params, shape = count_params(cell.spec().model).total, cell.shape
     lines = [
         f"{cell.model.name} ({num_params / 1e9:.2f}B parameters), {shape.batch_size} x {shape.seq_len} tokens, "
-        f"{cell.system} {cell.options.get('preset') or ''}".rstrip(),
+        + " ".join(filter(None, (cell.system, cell.options.get("preset"), "compiled" if cell.options.get("compile") else ""))),
         "",
         "device, GB",
         *memory_lines(plan.device, had["device_bytes"]),
@@ -157,11 +157,14 @@ def report(cell: Cell, machine: Machine | None) -> list[str]:
         if cell.machine.device == "cuda" and cell.dtype == "bfloat16":  # the rates are those of bf16 products
             timeline = engine.predict()
             tokens_per_s = shape.num_tokens / timeline.step_s
+            num_steps = cell.measure.steps_per_window
+            in_windows = engine.predict_window(num_steps) / num_steps
             lines += [
                 "",
                 f"predicted step {timeline.step_s:.3f} s: {tokens_per_s:,.0f} tokens/s, {6e-12 * num_params * tokens_per_s:.0f} "
                 f"TFLOPS 6P, at {rate_card(engine.rates)}",
                 *timeline_lines(timeline),
+                f"  {in_windows:.3f} s in windows of {num_steps} steps, as the bench measures: each waits for its last update",
             ]
     return [*lines, "", f"does not fit: {refusal}" if refusal else "fits"]
 

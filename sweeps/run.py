@@ -151,7 +151,8 @@ def _refuse_flag(message: str) -> NoReturn:
 def _label(cell: Cell) -> str:
     hashes = [planned.hash for planned in PLANNED]
     if cell.hash in hashes:
-        return f"[{hashes.index(cell.hash) + 1}/{len(hashes)}]"
+        told = FORECAST.names.get(cell.hash)
+        return f"[{hashes.index(cell.hash) + 1}/{len(hashes)}]{f' {told},' if told else ''}"
     config = HydraConfig.get()
     return f"[{int(config.job.num) + 1 if config.mode == RunMode.MULTIRUN else 1}]"
 
@@ -211,6 +212,8 @@ def main() -> int:
         command = command_of(sys.argv[1:])
         PLANNED[:] = command.cells or []
         limit_s = next((cell.time_limit_s for cell in PLANNED), None)
+        if len(PLANNED) > 1:
+            print(f"{PLANNED[0].experiment}: looking at {len(PLANNED)} cells", flush=True)
         predicted = study.check(PLANNED, max(1.0, STARTED + (limit_s or math.inf) - time.monotonic()))
         FORECAST = forecast.announce(PLANNED, predicted)
         sys.argv[1:] = command.argv

@@ -13,6 +13,7 @@ import math
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -308,10 +309,10 @@ def finish(cells: Sequence[Cell]) -> int:
             command = [sys.executable, "-m", "analysis.report", str(path)]
             # In a session of its own a Ctrl-C reaches this process alone, which stops the report without its traceback.
             subprocess.run(command, stdin=subprocess.DEVNULL, start_new_session=True, check=False)
-        for cell, row in rows:
-            if row is None or row.status != "ok":
-                why = f"{row.status}: {row.reason}" if row else "not run"
-                print(f"not measured: {cell.system} ({why})", file=sys.stderr, flush=True)
+        lacking = [(cell.system, row) for cell, row in rows if row is None or row.status != "ok"]
+        whys = [(system, f"{row.status}: {row.reason}" if row else "not run") for system, row in lacking]
+        for (system, why), count in Counter(whys).items():
+            print(f"not measured: {system}{f', {count} cells' if count > 1 else ''} ({why})", file=sys.stderr, flush=True)
         if path.exists():
             print(f"rows: {path}")
         if (path.parent / "wandb").is_dir() and mine[0].logging.wandb != "disabled":

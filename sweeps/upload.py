@@ -93,6 +93,10 @@ def parse(arguments: Sequence[str]) -> tuple[Path, dict[str, str]]:
 
 def rows_in(path: Path, cell: str) -> list[tuple[Path, int, Row]]:
     """(file, position in it, row) of all rows of a file or folder, or of the last row of `cell`. ValueError, one line."""
+    if not path.exists():
+        raise ValueError(
+            f"{path}: got no such file or folder, allowed a *.jsonl that sweeps.run wrote or a folder of them; correct it"
+        )
     files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
     found = [(file, position, row) for file in files for position, row in enumerate(read_rows(file))]
     if not found:

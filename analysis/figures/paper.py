@@ -52,7 +52,7 @@ def figure(frame: pd.DataFrame) -> Figure:
         here = "; ".join(f"({mark}) {machine}" if mark else machine for machine, mark in marks.items())
         lines_told = [
             f"hollow, dotted: the paper, {headline[0].hardware}; filled: measured, with 95% intervals",
-            f"measured on {here}" if here else "nothing measured yet",
+            f"here: {here}" if here else "nothing measured yet",
             "† flagged in paper.csv; formulas are those of the measured points, the paper's is not stated or fits in part",
         ]
         wrapped = "\n".join(layout.wrapped(line, style.PAGE_IN) for line in lines_told)
@@ -172,7 +172,7 @@ def ablation_panel(axes: Axes, told: Sequence[Claim], frame: pd.DataFrame) -> No
         axes.barh(position - 0.2, 100 * one.value, height=0.34, label=f"{one.setting}, paper", **style.claimed_bar("megatrain"))
         flag = "†" if one.flag else ""
         _end(axes, 100 * one.value, position - 0.2, f"{percent(one.value)}{flag}")
-        _measured_bar(axes, position + 0.2, one.setting, setting_changes(frame, one.setting)[:1])
+        _measured_bar(axes, position + 0.2, one, setting_changes(frame, one.setting)[:1])
     axes.axvline(0, color=style.INK, linewidth=0.6)
     axes.set_yticks(range(len(told)), ["\n".join(textwrap.wrap(one.setting, 16)) for one in told])
     axes.set_ylim(len(told) - 0.45, -0.55)
@@ -184,12 +184,13 @@ def ablation_panel(axes: Axes, told: Sequence[Claim], frame: pd.DataFrame) -> No
     style.value_grid(axes, "x")
 
 
-def _measured_bar(axes: Axes, position: float, setting: str, found: Sequence[Change]) -> None:
+def _measured_bar(axes: Axes, position: float, one: Claim, found: Sequence[Change]) -> None:
     if not found:
-        _end(axes, 0.0, position, "not measured here", color=style.MUTED)
+        words = "no counterpart here" if "no counterpart" in one.flag else "no pair from one machine here"
+        _end(axes, 0.0, position, words, color=style.MUTED)
         return
     gap, cell = found[0].estimate, found[0].cell
-    axes.barh(position, 100 * gap.value, height=0.34, label=f"{setting}, {cell.model}", **style.bar("megatrain"))
+    axes.barh(position, 100 * gap.value, height=0.34, label=f"{one.setting}, {cell.model}", **style.bar("megatrain"))
     if gap.lo is not None and gap.hi is not None:
         style.whisker(axes, 100 * gap.value, position, xerr=[[100 * (gap.value - gap.lo)], [100 * (gap.hi - gap.value)]])
     _end(axes, 100 * min(gap.value, gap.lo or 0.0), position, f"{place_of(cell)}: {percent(gap.value)}")

@@ -200,6 +200,8 @@ def loss_panel(axes: Axes, comparison: Comparison) -> None:
         legend = axes.legend(
             loc="upper right", fontsize=6, handlelength=1.7, labelspacing=0.05, borderpad=0.1, borderaxespad=0.3, handletextpad=0.4
         )
+        legend.set_frame_on(True)
+        legend.get_frame().set(facecolor="white", alpha=0.85, linewidth=0)
         for line in legend.get_lines():
             line.set_linewidth(1.2)
 
@@ -219,17 +221,20 @@ def difference_panel(axes: Axes, comparison: Comparison, reference: Standing) ->
     axes.axhline(0, color=style.INK, linewidth=0.6, zorder=1)
     if largest > 3 * LOSS_TOLERANCE:
         top = 10 ** math.ceil(math.log10(largest))
-        low = -top if lowest < -3 * LOSS_TOLERANCE else -1.6 * LOSS_TOLERANCE
+        low = -top if lowest < -3 * LOSS_TOLERANCE else -LOSS_TOLERANCE
         axes.set_yscale("symlog", linthresh=LOSS_TOLERANCE, linscale=1.0)
-        axes.set_ylim(low, top)
-        axes.set_yticks([tick for tick in (-top, -LOSS_TOLERANCE, 0, LOSS_TOLERANCE, top) if tick >= low])
+        axes.set_ylim(1.6 * low, 1.6 * top)
+        decades = [10.0**power for power in range(math.ceil(math.log10(2 * LOSS_TOLERANCE)), round(math.log10(top)) + 1)]
+        axes.set_yticks(
+            [tick for tick in (*(-one for one in decades), -LOSS_TOLERANCE, 0, LOSS_TOLERANCE, *decades) if tick >= low]
+        )
     else:
         top = max(1.25 * LOSS_TOLERANCE, 1.15 * largest)
         axes.set_ylim(-top, top)
         axes.set_yticks([-LOSS_TOLERANCE, 0, LOSS_TOLERANCE])
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−")))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.set_ylabel("loss − ref.")
+    axes.set_ylabel(f"loss − ref.\n(log > {LOSS_TOLERANCE:g})" if largest > 3 * LOSS_TOLERANCE else "loss − ref.")
     axes.set_xlabel("optimizer step")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
 

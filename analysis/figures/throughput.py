@@ -166,7 +166,7 @@ def _meanings(cells: list[Cell]) -> list[Line2D]:
         Line2D([], [], color=style.ALARM, marker=style.CROSSES.get(status, "1"), markersize=4, linestyle="", label=label)
         for status, label in missing.items()
     ]
-    return [*([Line2D([], [], label="predicted", **looks)] if guessed else []), *crosses]
+    return [*([Line2D([], [], label="predicted, not run", **looks)] if guessed else []), *crosses]
 
 
 def _series(axes: Axes, series: Series, scale: Scale, crossed_at: float) -> Line2D:

@@ -280,7 +280,7 @@ def test_a_killed_study_goes_on_where_it_was_in_rounds_reported_as_one(tmp_path:
     assert len({row.cell for row in rows}) == 3
     assert rows[1].losses == rows[2].losses
     assert rows[2].agrees
-    assert "[3/3] megatrain" in done.stdout
+    assert "[3/3] measure.repeat=2, megatrain" in done.stdout
     assert len(re.findall(r"^.*MegaTrain .*yes", done.stdout, re.MULTILINE)) == 1
     for row in rows:
         assert row.tflops_6p_causal is not None

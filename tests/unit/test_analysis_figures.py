@@ -72,7 +72,7 @@ def test_page_size_and_panels(h200: Figure) -> None:
         "",
         "optimizer step",
     ]
-    assert [axes.get_ylabel() for axes in h200.axes[2:]] == ["nats / token", "loss − ref."]
+    assert [axes.get_ylabel() for axes in h200.axes[2:]] == ["nats / token", "loss − ref.\n(log > 0.002)"]
     assert "qwen2.5-3b (3.40B parameters), batch 32 × 1024 tokens, NVIDIA H200" in h200.get_suptitle()
 
 
@@ -127,7 +127,8 @@ def test_losses_of_all_systems_and_their_difference(h200: Figure) -> None:
     gaps = {line.get_label(): np.asarray(line.get_ydata()) for line in difference.lines}
     assert list(gaps["MegaTrain"]) == pytest.approx([-6e-4 * step / 40 for step in range(40)], abs=1e-12)
     assert difference.get_yscale() == "symlog"
-    assert difference.get_ylim()[1] == 1.0
+    assert difference.get_ylim()[1] == pytest.approx(1.6)
+    assert list(difference.get_yticks()) == pytest.approx([-0.002, 0, 0.002, 0.01, 0.1, 1])
 
 
 def drawn_points(axes: Axes) -> np.ndarray:

@@ -286,7 +286,7 @@ def test_markdown_and_latex() -> None:
     assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1
     assert "| **★ MegaTrain** | **20,403** | 1.80x |" in lines[3]
     tex = latex.as_latex(tables.sheet(result))
-    assert "\\begin{tabular}{@{}lrrrrrrrrrrl@{}}" in tex
+    assert "\\begin{tabular}{@{}lrrrrrrrrrl@{}}" in tex
     assert "\\textbf{MegaTrain} & \\textbf{20,403} & 1.80x" in tex
     assert "52.4\\%" in tex
     assert not set("★—–Δ_") & set(tex)

@@ -25,7 +25,7 @@ def test_throughput_against_model_size() -> None:
     assert guess.get_markevery() == slice(1, None), "the measured point it starts from is not drawn hollow"
     assert points(lines(axes)["ZeRO-3 wont_fit"]) == [(8e9, pytest.approx(0.035))]
     assert [line.get_marker() for line in axes.lines if line.get_color() == style.ALARM] == ["+"]
-    assert legend(figure) == ["MegaTrain fast", "MegaTrain stream", "ZeRO-3", "predicted", "does not fit"]
+    assert legend(figure) == ["MegaTrain fast", "MegaTrain stream", "ZeRO-3", "predicted, not run", "does not fit"]
     assert axes.get_ylim()[0] == 0
 
 

@@ -145,7 +145,7 @@ def test_a_run_of_another_schema_is_refused() -> None:
         (["rows.jsonl", "extra"], "upload: command line: got 'extra'"),
         (["rows.jsonl", "proj=x"], "upload: proj: got 'x', an unknown option, allowed project, mode, cell"),
         (["rows.jsonl", "mode=later"], "upload: mode: got 'later', allowed offline, online"),
-        (["nowhere.jsonl"], "No such file"),
+        (["nowhere.jsonl"], "got no such file or folder"),
         (["tests"], "upload: tests: got no rows"),
         (["analysis/results/h200_3b.jsonl", "cell=nope"], "upload: cell: got nope, allowed a cell of"),
     ],
