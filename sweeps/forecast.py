@@ -75,11 +75,13 @@ class Forecast:
 
     def too_long(self, cell: Cell, left_s: float, limit_s: float) -> str | None:
         """Why a cell is not to be begun with so many seconds left of the limit, and what to do; None where it is."""
-        expected = 0.0 if study.stands(cell) else self.seconds(cell)
-        if (expected or 0.0) <= left_s or study.stands(cell):
+        if study.stands(cell):
+            return None
+        expected = self.seconds(cell) or 0.0  # nobody knows, or no room: it ends at once
+        if expected <= left_s:
             return None
         needed = f", about {duration(expected)} needed" if expected else ""
-        remedy = "raise it" if (expected or 0.0) > limit_s else "the same command goes on"
+        remedy = "raise it" if expected > limit_s else "the same command goes on"
         return f"{duration(max(0.0, left_s))} left of time_limit_s = {limit_s:g}{needed}; {remedy}"
 
     @contextmanager
