@@ -88,6 +88,7 @@ def first_step_of(output: Path, *overrides: str, cell: int = 1) -> Iterator[tupl
         (["time_limit_s=soon"], "time_limit_s: got 'soon', allowed a value of type float"),
         (["+tune=zero3", "time_limit_s=60"], "time_limit_s: got 60, allowed null for a search"),
         (["--multirun", "hydra/sweeper=optuna", "time_limit_s=60"], "time_limit_s: got 60, allowed null for a search and with any"),
+        (["--multirun", "hydra.launcher._target_=a.JoblibLauncher", "time_limit_s=60"], "and with any launcher but Hydra's own"),
         (["system.dtype=int8"], "system.dtype: got 'int8', allowed bfloat16, float32"),
         (["seed=[1"], "seed=[1: got an override that Hydra cannot read"),
         (["seed=${nowhere}"], "seed: got an interpolation that leads nowhere"),

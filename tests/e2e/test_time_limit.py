@@ -29,10 +29,11 @@ def test_a_cell_that_has_not_ended_is_stopped_and_has_no_row(tmp_path: Path) -> 
 
 
 def test_no_cell_is_begun_beyond_the_limit(tmp_path: Path) -> None:
-    done = limited(tmp_path / "out", "--multirun", "system=in_memory,megatrain", left_s=-1)
+    done = limited(tmp_path / "out", "--multirun", "system=megatrain", "system.depth=1,2", left_s=-1)
     assert done.returncode == run.UNFINISHED, done
-    for label in ("[1/2] in_memory", "[2/2] megatrain"):
+    for label in ("[1/2] system.depth=1, megatrain", "[2/2] system.depth=2, megatrain"):
         assert f"{label}: not begun: 0 s left of time_limit_s = 1000; the same command goes on" in done.stdout
+    assert "not measured: megatrain, 2 cells (not run)" in done.stderr
     assert not (tmp_path / "out").exists()
 
 

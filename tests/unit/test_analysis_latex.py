@@ -1,5 +1,6 @@
 """LaTeX for a page: what it goes without, and that every committed table fits."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,12 @@ def test_the_headline_fits_a_page_and_keeps_its_intervals() -> None:
         assert kept in title
     for left_out in ("data sheet", "repeats", "loss at"):
         assert left_out not in title
+
+
+def test_a_study_goes_without_memory_before_speed() -> None:
+    whole = sheet_of("ladder")
+    wide = replace(whole, cells=[[row[0] + "." * 60, *row[1:]] for row in whole.cells])
+    assert fitted_to_page(wide).cells[0][1:] == ["tokens/s", "change from the first", "95% interval"]
 
 
 def test_every_row_stays_and_cells_follow_their_titles() -> None:

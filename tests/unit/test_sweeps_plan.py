@@ -92,6 +92,19 @@ def test_what_does_not_fit_or_is_mistyped_is_one_line(arguments, code, said, cap
     assert len(captured.err.splitlines()) == (code == 2)
 
 
+def test_a_plan_says_what_windows_will_read(capsys, monkeypatch):
+    """The headline's own: 4.99 s in windows of five steps by the machine's probe, from which these rates are."""
+    study = ["model=qwen2.5-14b", "system=megatrain_fast", "shape=b32x1024", "measure.steps_per_window=5"]
+    monkeypatch.setattr("sys.argv", ["plan", *study, "+rates=h200_64cores"])
+    assert main() == 0
+    said = capsys.readouterr().out
+    assert said.startswith("qwen2.5-14b (14.77B parameters), 32 x 1024 tokens, megatrain fast compiled\n")
+    steady, windows = (
+        float(re.search(form, said)[1]) for form in (r"predicted step ([\d.]+) s", r"  ([\d.]+) s in windows of 5 steps")
+    )
+    assert steady < windows == pytest.approx(4.99, rel=0.02)
+
+
 def test_bars_are_to_scale():
     bars = {line.split()[0]: line.count("█") for line in memory_lines({"weights": 10**9, "moments": 3 * 10**9}, 8 * 10**9)}
     assert (bars["weights"], bars["moments"]) == (round(WIDTH / 8), round(3 * WIDTH / 8))

@@ -104,3 +104,12 @@ def test_twinflow_moves_optimizer_state_from_host_to_device():
     assert not build("zero3", make_spec(device="cpu", sub_group_size=1000, offload_ratio=0.5)).plan().device.get("optimizer")
     offload = deepspeed_config(make_spec(), Zero3Options(offload_ratio=0.8))["zero_optimization"]["offload_optimizer"]
     assert offload == {"device": "cpu", "pin_memory": True, "ratio": 0.8}
+
+
+def test_setting_up_says_that_operators_are_built_first(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    system = build("zero3", make_spec())
+    assert system.setup_phase.startswith("setup, building DeepSpeed's operators first")
+    (tmp_path / "cpu_adam").mkdir()
+    (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
+    assert system.setup_phase == "setup"
