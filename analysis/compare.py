@@ -45,7 +45,7 @@ def compare(frame: pd.DataFrame) -> Comparison:
     configurations: dict[str, list[Standing]] = {}
     for record in frame.to_dict("records"):
         configurations.setdefault(str(record["configuration"]), []).append(standing_of(record))
-    standings = [pooled(repeats) for repeats in configurations.values()]
+    standings = _held([pooled(repeats) for repeats in configurations.values()])
     checked = any(standing.agrees is not None for standing in standings if not standing.is_reference)
     standings = [_ranked(standing, checked) for standing in standings]
     rivals = [one for one in standings if one.system == BASELINE and one.measured and not one.differs]
@@ -137,6 +137,18 @@ def _order(standing: Standing) -> tuple[int, float, int]:
     place = 0 if standing.is_reference else 1 if standing.ranked else 2 if standing.measured else 3
     listed = list(SYSTEMS).index(standing.system) if standing.system in SYSTEMS else len(SYSTEMS)
     return place, -standing.speed.value if standing.speed and standing.measured else 0.0, listed
+
+
+def _held(standings: list[Standing]) -> list[Standing]:
+    """They, but who stands in with the very losses of a reference before it (in memory, then eager) was held against that one."""
+    references = [one for one in standings if one.losses and (one.is_reference or one.stands_in)]
+    references.sort(key=lambda one: (not one.is_reference, one.preset is not None))
+    held = [one for place, one in enumerate(references) if any(_same_losses(one, first) for first in references[:place])]
+    return [replace(one, stands_in=False) if any(one is each for each in held) else one for one in standings]
+
+
+def _same_losses(one: Standing, other: Standing) -> bool:
+    return all(mine == theirs for mine, theirs in zip(one.losses, other.losses, strict=False))
 
 
 def _against(standing: Standing, num_steps: int) -> Standing:

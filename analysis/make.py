@@ -7,12 +7,15 @@
                                              # all rows together -> throughput.png, .pdf, paper.png, .pdf, .md, .tex
     python -m analysis.make --results DIR
 
+Figures of these names that the rows no longer give are removed.
+
 Invariant: the same files give the same bytes.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,17 +43,25 @@ def comparisons(frame: pd.DataFrame, folder: Path, name: str) -> list[Path]:
         written += style.save(memory.figure(part), folder / f"{stem}.memory")
         if part["losses"].map(bool).sum() > 1:
             written += style.save(convergence.figure(part), folder / f"{stem}.convergence")
+    report.remove_stale(drawn_before(folder, name, r"\.(memory|convergence)"), written)
     return written
+
+
+def drawn_before(folder: Path, name: str, suffix: str = "") -> list[Path]:
+    """The figures in the folder that are named name or name-<number>, and the pattern `suffix`; not those of a study so named."""
+    own = re.compile(rf"({re.escape(name)}(-\d+)?){suffix}\.(png|pdf)")
+    found = [(path, own.fullmatch(path.name)) for path in folder.iterdir()]
+    studies = {path.stem for path in folder.glob("*.jsonl")}
+    return [path for path, match in found if match and studies.isdisjoint({path.stem} | {match[1]} - {name})]
 
 
 def together(frame: pd.DataFrame, folder: Path) -> list[Path]:
     """What all rows say together: speed against size, batch and context on each machine, and the paper's claims; the paths."""
     written: list[Path] = []
-    for stale in (*folder.glob("throughput*.png"), *folder.glob("throughput*.pdf")):
-        stale.unlink()  # their number changes with the machines'
     machines = [rows for _, rows in load.latest(frame).groupby("machine_name", sort=False) if throughput.varies(rows)]
     for number, rows in enumerate(machines, 1):
         written += style.save(throughput.figure(rows), folder / ("throughput" if len(machines) == 1 else f"throughput-{number}"))
+    report.remove_stale(drawn_before(folder, "throughput"), written)  # their number changes with the machines'
     on_gpu = load.latest(frame)[load.latest(frame)["gpu"].notna()]
     if len(on_gpu):
         written += style.save(drawing.figure(on_gpu), folder / "paper")

@@ -17,7 +17,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -130,8 +130,11 @@ def show(section: Section, console: Console) -> None:
 
 
 def write(frame: pd.DataFrame, folder: Path, name: str) -> list[Path]:
-    """Write name.png and name.pdf (name-<section> where there are several), one name.md and one name.tex; return the paths."""
-    parts = parted(frame)
+    """Write name.png and name.pdf (name-<section> where there are several), one name.md and one name.tex; return the paths.
+
+    Figures of the last report of this name that this one has no section for are removed.
+    """
+    parts, earlier = parted(frame), shown_before(folder, name)
     written: list[Path] = []
     texts = []
     for number, part in enumerate(parts, 1):
@@ -142,7 +145,26 @@ def write(frame: pd.DataFrame, folder: Path, name: str) -> list[Path]:
     page, tex = folder / f"{name}.md", folder / f"{name}.tex"
     page.write_text("\n".join(texts), encoding="utf-8")
     tex.write_text("\n".join(f"% {header(part.frame)[0]}\n{as_latex(part.sheet)}" for part in parts), encoding="utf-8")
+    remove_stale(earlier, written)
     return [*written, page, tex]
+
+
+def shown_before(folder: Path, name: str) -> list[Path]:
+    """The figures of the last report of this name: those that its page shows under names that `write` gives, and their PDFs.
+
+    A section's name that has a page of its own is another report's.
+    """
+    page = folder / f"{name}.md"
+    text = page.read_text(encoding="utf-8", errors="replace") if page.is_file() else ""
+    stems = re.findall(rf"^!\[[^]]*\]\(({re.escape(name)}(?:-\d+-[a-z0-9.-]+)?)\.png\)$", text, re.MULTILINE)
+    mine = [stem for stem in stems if stem == name or not (folder / f"{stem}.md").exists()]
+    return [folder / f"{stem}.{kind}" for stem in mine for kind in ("png", "pdf")]
+
+
+def remove_stale(earlier: Iterable[Path], written: Sequence[Path]) -> None:
+    """Remove the figures that were written earlier and not again."""
+    for path in set(earlier) - set(written):
+        path.unlink(missing_ok=True)
 
 
 def timelines(frame: pd.DataFrame) -> list[Path]:

@@ -7,25 +7,24 @@ claim carries a dagger; what ran out of memory is crossed; a line never spans tw
 from __future__ import annotations
 
 import textwrap
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patheffects import withStroke
 
 from analysis import load, style
 from analysis.cells import Cell, percent, variants
 from analysis.effects import Change, setting_changes
 from analysis.figures import layout
+from analysis.figures.apart import Crosses, Line, set_apart
 from analysis.paper import ATTENTION, Claim, cells_for, cells_in, claims, place_of, tflops
 
 SIZES = {"3B": 3.0, "7B": 7.6, "14B": 14.8, "32B": 32.8}
 """Where a size of the paper stands on the axis, 10⁹ parameters."""
-HALO = withStroke(linewidth=1.5, foreground="white")
 MARGIN = 1.35
 """Room beside the first and the last point of a logarithmic axis."""
 
@@ -51,7 +50,8 @@ def figure(frame: pd.DataFrame) -> Figure:
         drawn.legend(handles=_legend(panels.flat), loc="outside lower center", ncols=4, columnspacing=1.0)
         here = "; ".join(f"({mark}) {machine}" if mark else machine for machine, mark in marks.items())
         lines_told = [
-            f"hollow, dotted: the paper, {headline[0].hardware}; filled: measured, with 95% intervals",
+            f"hollow, dotted: the paper, {headline[0].hardware}; filled: measured, with 95% intervals; points of one place stand "
+            "side by side where they would overlap",
             f"here: {here}" if here else "nothing measured yet",
             "† flagged in paper.csv; formulas are those of the measured points, the paper's is not stated or fits in part",
         ]
@@ -70,31 +70,36 @@ def line_panel(
 ) -> None:
     """Claims of each system over `place`, and what was measured for the same places, in TFLOPS under `formula`.
 
-    A line is one system and preset on one machine; its last point and what had no room carry the machine's mark.
+    A line is one system and preset on one machine; its last point and what had no room carry the machine's mark. A point by itself
+    that would lie on another stands beside it.
     """
     mine: dict[tuple[str, str | None, str], dict[float, Cell]] = {}
     for one in told:
         for cell in cells_for(one, cells):
             mine.setdefault((cell.standing.system, cell.preset, cell.machine), {})[place(one)] = cell
-    crosses, ends = _Crosses(axes), list[tuple[float, float, str]]()
+    refused: dict[tuple[str, str | None, float, str], list[str]] = {}
+    for (system, preset, machine), points in mine.items():
+        for at, cell in points.items():
+            if not cell.standing.measured:
+                refused.setdefault((system, preset, at, cell.standing.status_label), []).append(marks[machine])
+    crosses, lines, flagged = Crosses(axes), list[Line](), list[tuple[float, float]]()
     for system in dict.fromkeys(one.system for one in told):
-        _claims(axes, system, [one for one in told if one.system == system], place, crosses)
+        flagged += _claims(axes, system, [one for one in told if one.system == system], place, crosses)
     looks = variants(cells)
     for (system, preset, machine), points in mine.items():
         look = style.curve(system, looks[system, preset]) | {"markersize": 3.8}
         look["label"] = f"{style.name_of(system)} {preset or ''}".strip()
-        heights = _measured(axes, {at: cell for at, cell in points.items() if cell.standing.measured}, formula, look)
-        if heights and marks[machine]:
-            ends.append((*max(heights.items()), marks[machine]))
+        measured = {at: cell for at, cell in points.items() if cell.standing.measured}
+        lines += [_measured(axes, measured, formula, look, marks[machine])] if measured else []
         for at, cell in points.items():
-            if not cell.standing.measured:
-                status = cell.standing.status
-                crosses.add(look["label"], at, look, status, f"{cell.standing.status_label} here", marks[machine])
-    places = sorted({place(one) for one in told})
-    layout.log2_axis(axes, places, _tick, style.PAGE_IN / 2 - 0.8, MARGIN)
+            told_as = cell.standing.status_label
+            if where := refused.pop((system, preset, at, told_as), []):  # one cross for all machines
+                crosses.add(look["label"], at, look, cell.standing.status, f"{told_as} here", ", ".join(filter(None, where)))
+    layout.log2_axis(axes, sorted({place(one) for one in told}), _tick, style.PAGE_IN / 2 - 0.8, MARGIN)
     axes.set_ylim(0, 1.15 * axes.dataLim.ymax)
-    _mark_ends(axes, ends)
-    if not any(cell.standing.measured for points in mine.values() for cell in points.values()):
+    claimed = [(place(one), one.value) for one in told if one.value is not None]
+    set_apart(axes, claimed, flagged, lines, crosses)
+    if not lines:
         place_of_words: Any = {"transform": axes.transAxes, "ha": "left", "va": "top"}
         axes.text(0.02, 0.98, "not measured here yet", fontsize=6.5, color=style.MUTED, **place_of_words)
     style.value_grid(axes, "y")
@@ -105,64 +110,36 @@ def _tick(value: float) -> str:
     return f"{value:g}" if value % 1024 else f"{value / 1024:.0f}K"
 
 
-class _Crosses:
-    """What ran out of memory in one panel: a row for each system and preset, in it one beside the other at a place."""
-
-    def __init__(self, axes: Axes) -> None:
-        self.axes = axes
-        self.rows: dict[str, int] = {}
-        self.taken: Counter[tuple[str, float]] = Counter()
-
-    def add(self, name: str, at: float, look: dict[str, Any], status: str, meaning: str, mark: str = "") -> None:
-        share = 0.04 + 0.06 * self.rows.setdefault(name, len(self.rows))
-        shift_pt = -16.0 * self.taken[name, at]
-        self.taken[name, at] += 1
-        style.crossed(self.axes, at, share, look, status=status, shift_pt=shift_pt, label=meaning)
-        if mark:
-            _mark(self.axes, mark, (at, share), shift_pt - 4, "right", xycoords=self.axes.get_xaxis_transform())
-
-
-def _mark(axes: Axes, mark: str, at: tuple[float, float], right_pt: float, side: str, **more: Any) -> None:
-    place: Any = {"textcoords": "offset points", "ha": side, "va": "center", **more}
-    axes.annotate(mark, at, (right_pt, 0), fontsize=6, color=style.MUTED, path_effects=[HALO], **place)
-
-
-def _mark_ends(axes: Axes, ends: Sequence[tuple[float, float, str]]) -> None:
-    """The machine's mark beside the end of each line (place, height, mark); beside another's where lines end close together."""
-    drawn: list[tuple[float, float, str, int]] = []
-    for at, height, mark in ends:
-        near = [end for end in drawn if end[0] == at and abs(end[1] - height) < 0.07 * axes.get_ylim()[1]]
-        if mark not in {other for _, _, other, _ in near}:
-            rank = min(set(range(len(near) + 1)) - {taken for *_, taken in near})
-            _mark(axes, mark, (at, height), 5 + 6 * rank, "left")
-            drawn.append((at, height, mark, rank))
-
-
-def _measured(axes: Axes, points: dict[float, Cell], formula: str, look: dict[str, Any]) -> dict[float, float]:
-    """One line through measured points, with their intervals; its heights."""
+def _measured(axes: Axes, points: dict[float, Cell], formula: str, look: dict[str, Any], mark: str) -> Line:
+    """One line through measured points, with their intervals."""
     heights = {at: tflops(cell, formula) for at, cell in points.items()}
-    if heights:
-        axes.plot(list(heights), list(heights.values()), **look)
+    artists: list[Artist] = [*axes.plot(list(heights), list(heights.values()), **look)]
+    ends = {at: (height, height) for at, height in heights.items()}
     for at, cell in points.items():
         speed = cell.standing.speed
         if speed is not None and speed.lo is not None and speed.hi is not None:
             unit = heights[at] / speed.value
-            ends = [[unit * (speed.value - speed.lo)], [unit * (speed.hi - speed.value)]]
-            axes.errorbar(at, heights[at], yerr=ends, color=style.INK, elinewidth=0.7, capthick=0.7, capsize=2.6, zorder=1.5)
-    return heights
+            ends[at] = unit * speed.lo, unit * speed.hi
+            reach = [[heights[at] - ends[at][0]], [ends[at][1] - heights[at]]]
+            whisker = axes.errorbar(
+                at, heights[at], yerr=reach, color=style.INK, elinewidth=0.7, capthick=0.7, capsize=2.6, zorder=1.5
+            )
+            artists += whisker.get_children()
+    return Line(artists=artists, heights=heights, ends=ends, mark=mark)
 
 
-def _claims(axes: Axes, system: str, said: Sequence[Claim], place: Callable[[Claim], float], crosses: _Crosses) -> None:
+def _claims(
+    axes: Axes, system: str, said: Sequence[Claim], place: Callable[[Claim], float], crosses: Crosses
+) -> list[tuple[float, float]]:
+    """One dotted line through what the paper says of a system; (place, height) of what is flagged."""
     look = style.claimed_point(system) | {"markersize": 3.8, "label": f"the paper's {style.name_of(system)}"}
-    known = [one for one in said if one.value is not None]
+    known = [(place(one), one.value, one.flag) for one in said if one.value is not None]
     if known:
-        axes.plot([place(one) for one in known], [one.value or 0.0 for one in known], **look)
-    for one in known:
-        if one.flag:
-            axes.annotate("†", (place(one), one.value or 0.0), (0, 3), textcoords="offset points", ha="center", fontsize=6.5)
+        axes.plot([at for at, _, _ in known], [value for _, value, _ in known], **look)
     for one in said:
         if one.oom:
             crosses.add(style.name_of(system), place(one), look, "oom_device", "OOM in the paper")
+    return [(at, value) for at, value, flag in known if flag]
 
 
 def ablation_panel(axes: Axes, told: Sequence[Claim], frame: pd.DataFrame) -> None:

@@ -285,3 +285,34 @@ def test_a_panel_without_measurements_says_so() -> None:
     figure = drawing.figure(load.from_rows([measured("megatrain", 9.0, "qwen2.5-14b")]))
     told = [[text.get_text() for text in axes.texts if "not measured here yet" in text.get_text()] for axes in figure.axes]
     assert [bool(one) for one in told] == [False, False, True, False]
+
+
+def test_no_marker_of_the_committed_figure_lies_on_another() -> None:
+    """Nor a letter or a dagger on a marker: distances on the page, in points."""
+    rows = load.latest(load.load(*sorted(RESULTS.glob("*.jsonl"))))
+    figure = drawing.figure(rows[rows["gpu"].notna()])
+    figure.draw_without_rendering()
+    headline, _, context, depth = figure.axes
+    for axes in (headline, context, depth):
+        drawn = [one for one in axes.lines if not str(one.get_label()).startswith("_")]
+        at = np.vstack([one.get_transform().transform(np.asarray(one.get_xydata())) for one in drawn]) * 72 / figure.dpi
+        apart = np.abs(at[:, None] - at[None]).max(axis=-1) + np.diag([99.0] * len(at))
+        assert apart.min() > 3.8, "a marker is 3.8 points wide"
+        for text in axes.texts:
+            box = text.get_window_extent().padded(0.5).get_points() * 72 / figure.dpi
+            assert not ((at > box[0]) & (at < box[1])).all(axis=-1).any(), text.get_text()
+
+
+def test_points_that_would_overlap_stand_side_by_side_at_their_own_heights() -> None:
+    speeds = {"megatrain": 6.0, "published_megatrain": 6.05, "zero3": 6.1}
+    rows = [measured(system, step_s, "qwen2.5-14b") for system, step_s in speeds.items()]
+    figure = drawing.figure(load.from_rows(rows))
+    headline, places = figure.axes[0], []
+    for system, step_s in speeds.items():
+        (line,) = (one for one in headline.lines if one.get_label() == style.name_of(system))
+        ((x, y),) = np.asarray(line.get_xydata())
+        assert (x, y) == (14.8, pytest.approx(6 * 14_770_033_664 * 32768 / step_s / 1e12, rel=1e-3))
+        shown, plain = line.get_transform().transform((x, y)), headline.transData.transform((x, y))
+        assert shown[1] == pytest.approx(plain[1])
+        places.append(round((shown[0] - plain[0]) * 72 / figure.dpi, 3))
+    assert len(set(places)) == 3

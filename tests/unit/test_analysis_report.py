@@ -90,6 +90,28 @@ def test_a_study_has_the_figure_and_the_sentence_that_suit_it(
     assert "\\toprule" in (tmp_path / "report.tex").read_text()
 
 
+def test_figures_of_the_last_report_do_not_outlive_it(tmp_path: Path) -> None:
+    """Those that its page shows, and nothing else: neither another report's nor what somebody put there."""
+    rows = tmp_path / "rows.jsonl"
+    save(rows, cpu_rows())
+    assert report.main([str(rows)]) == 0
+    others = ["report-9-mine.png", "report.old.png", "report-1.png", "reports.pdf", "second.png", "notes.png"]
+    for name in others:
+        (tmp_path / name).write_text("not the report's")
+    (tmp_path / "report.md").write_text((tmp_path / "report.md").read_text() + "\n![mine](notes.png) ![mine](report-9-mine.png)\n")
+    save(rows, [*cpu_rows(), row("zero3", [2.9])])
+    assert report.main([str(rows)]) == 0
+    both = [f"report-{number}.{kind}" for number in ("1-quickstart-qwen2-tiny-8x256", "2-quickstart-qwen2.5-3b-32x1024")
+            for kind in ("pdf", "png")]  # fmt: skip
+    kept = [*others, "report.md", "report.tex", "rows.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*both, *kept])
+    (tmp_path / "report-1-quickstart-qwen2-tiny-8x256.md").write_text("a report of its own")
+    save(rows, cpu_rows())
+    assert report.main([str(rows)]) == 0
+    own = ["report.png", "report.pdf", *both[:2], "report-1-quickstart-qwen2-tiny-8x256.md"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*own, *kept])
+
+
 def test_readme_prints_markdown_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report.main([str(save(tmp_path / "rows.jsonl", h200_rows())), "--readme"]) == 0
     assert "| **★ MegaTrain** |" in capsys.readouterr().out
@@ -144,6 +166,21 @@ def test_make_rebuilds_every_file_to_the_same_bytes(tmp_path: Path, capsys: pyte
     before = [path.read_bytes() for path in written]
     assert make.main(["--results", str(tmp_path)]) == 0
     assert [path.read_bytes() for path in written] == before
+
+
+def test_make_removes_the_figures_that_its_rows_no_longer_give(tmp_path: Path) -> None:
+    """By their exact names, and not where a study or a timeline is so named."""
+    save(tmp_path / "a.jsonl", [one for one in size_rows() if one.preset == "fast"])
+    save(tmp_path / "throughput_again.jsonl", cpu_rows()[:2])
+    save(tmp_path / "a-2.jsonl", cpu_rows()[:2])
+    kept = ["a.fast.timeline.png", "a-b.memory.png", "a-3.memory.svg", "throughput_mine.png"]
+    stale = ["a.memory.png", "a-3.memory.pdf", "a.convergence.png", "throughput-4.png"]
+    for name in (*kept, *stale):
+        (tmp_path / name).write_text("earlier")
+    assert make.main(["--results", str(tmp_path)]) == 0
+    there = {path.name for path in tmp_path.iterdir()}
+    assert there >= {*kept, "throughput_again.png", "throughput_again.memory.png", "a-2.memory.png", "throughput.png"}
+    assert there.isdisjoint(stale)
 
 
 def test_make_without_rows_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -206,6 +206,22 @@ def test_repeats_of_a_stand_in_are_one_reference_and_tell_their_spread() -> None
     assert gaps == {"ZeRO-3": ("1.5e-03", "reference"), "ZeRO-3 optimizer": ("0.0e+00", "yes"), "MegaTrain": ("1.0e-03", "yes")}
 
 
+@pytest.mark.parametrize("first", ["in memory", "ZeRO-3"])
+def test_one_row_is_the_reference_even_where_the_next_has_its_very_losses(first: str) -> None:
+    rows = [
+        row("in_memory", [1.0], losses=[9.0]) if first == "in memory" else row("in_memory", status="wont_fit"),
+        row("zero3", [3.0], losses=[9.0], agrees=True, max_loss_difference=0.0),
+        row("zero3", [2.0], losses=[9.0], agrees=True, max_loss_difference=0.0, config={"system": {"compile": True}}, cell="c"),
+        row("megatrain", [1.0], losses=[9.001], agrees=True, max_loss_difference=1e-3),
+    ]
+    result = comparison(rows)
+    assert result.reference is not None
+    assert result.reference.label == first
+    assert [one.label for one in result.standings if tables._agrees(one) == "reference"] == [first]
+    assert {tables._agrees(one) for one in result.ranked} <= {"yes", "reference"}
+    assert len(result.ranked) == 3
+
+
 def test_a_row_without_verdict_is_not_ranked_beside_checked_ones() -> None:
     rows = [row("zero3", [3.0], agrees=True), row("megatrain", [1.0], agrees=None)]
     assert [one.system for one in comparison(rows).ranked] == ["zero3"]
