@@ -1,12 +1,12 @@
 """Points of one panel kept apart: what ran out of memory in rows above the axis, and side by side what would lie on another point.
 
-Invariant: a point moves sideways alone, by points of the page and never in its data; what a line joins stays where it is.
+Invariant: a point moves sideways alone, by points of the page and never in its data, inside the axes and nearer its own place than
+the next; what a line joins stays where it is.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +27,10 @@ BESIDE_PT = 4.0
 """From the middle of a marker to the letter beside it."""
 LETTER_PT = 3.5
 """Width of a letter."""
-ASIDE_PT = 11.0
-"""From a point to the next beside it: a marker, its letter, a gap."""
+GAP_PT = 1.1
+"""Between a point, or its letter, and the next beside it."""
+CROSS_PT = -16.0
+"""From what is crossed to the next beside it."""
 ROW_SHARE = 0.055
 """Height of a row of crosses, share of the panel's."""
 DAGGER_PT = 9.0
@@ -38,13 +40,15 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """What was measured of one system and preset on one machine, drawn: place -> height, and the ends of its interval."""
+    """What was drawn of one system and preset on one machine: place -> height, and the ends of its interval."""
 
     artists: list[Artist]
     heights: dict[float, float]
     ends: dict[float, Range]
     mark: str
     """The machine's letter, at the last point; empty where there is one machine."""
+    half_pt: float = HALF_PT
+    """Half a marker with its edge."""
 
     @property
     def joined(self) -> bool:
@@ -54,64 +58,90 @@ class Line:
     def box(self, at: float, unit: float) -> tuple[Range, Range]:
         """What the point at this place takes with its interval and letter, points; `unit` of them a unit of height."""
         low, high = self.ends[at]
-        letter = BESIDE_PT - HALF_PT + LETTER_PT * len(self.mark) if self.mark and at == max(self.heights) else 0.0
-        return (-HALF_PT, HALF_PT + letter), (unit * low - HALF_PT, unit * high + HALF_PT)
+        right = BESIDE_PT + LETTER_PT * len(self.mark) if self.mark and at == max(self.heights) else self.half_pt
+        return (-self.half_pt, right), (unit * low - self.half_pt, unit * high + self.half_pt)
 
 
 class Taken:
-    """What is drawn at each place of one panel: boxes in points, from the place rightwards and from the axis upwards."""
+    """What is drawn in one panel, whose x axis is set and about this wide: boxes in points, from the axes' lower left corner.
 
-    def __init__(self) -> None:
-        self.boxes: list[tuple[float, Range, Range]] = []
+    What is asked or added stands at one of the places, `across` counted from there. reach: how much of the way to the next place
+    something may be moved.
+    """
+
+    def __init__(self, axes: Axes, width_in: float, places: Sequence[float], reach: float = 0.5) -> None:
+        self.width_pt = 72 * width_in
+        shares = {place: (axes.transScale + axes.transLimits).transform((place, 1.0))[0] for place in places}
+        self.places_pt = {place: self.width_pt * float(share) for place, share in shares.items()}
+        self.reach = reach
+        self.boxes: list[tuple[Range, Range]] = []
 
     def add(self, at: float, across: Range, upwards: Range) -> None:
         """One more box."""
-        self.boxes.append((at, across, upwards))
+        middle = self.places_pt[at]
+        self.boxes.append(((middle + across[0], middle + across[1]), upwards))
 
     def free(self, at: float, across: Range, upwards: Range) -> bool:
         """Whether a box there would lie on none."""
+        middle = self.places_pt[at]
+        first, last = middle + across[0], middle + across[1]
         return not any(
-            at == place and across[0] < right and left < across[1] and upwards[0] < high and low < upwards[1]
-            for place, (left, right), (low, high) in self.boxes
+            first < right and left < last and upwards[0] < high and low < upwards[1] for (left, right), (low, high) in self.boxes
         )
 
-    def aside(self, at: float, across: Range, upwards: Range) -> float:
-        """How far beside its place a box is free, points: 0, on the right, on the left, further on the right, ... It is added."""
-        shifts = (ASIDE_PT * ((step + 1) // 2) * (1 if step % 2 else -1) for step in itertools.count())
-        shift = next(shift for shift in shifts if self.free(at, (across[0] + shift, across[1] + shift), upwards))
-        self.add(at, (across[0] + shift, across[1] + shift), upwards)
-        return shift
+    def aside(self, at: float, across: Range, upwards: Range, step_pt: float) -> float:
+        """How far beside its place a box is free, points: 0, a step, a step the other way, two steps, ... It is added there.
+
+        Steps that would take it out of the axes or too far towards the next place are skipped; where none is left it stays.
+        """
+        furthest = math.ceil(self.width_pt / abs(step_pt))
+        for shift in (0.0, *(way * number * step_pt for number in range(1, furthest + 1) for way in (1, -1))):
+            moved = across[0] + shift, across[1] + shift
+            if self._allowed(at, shift, moved) and self.free(at, moved, upwards):
+                self.add(at, moved, upwards)
+                return shift
+        self.add(at, across, upwards)
+        return 0.0
+
+    def _allowed(self, at: float, shift: float, moved: Range) -> bool:
+        if not shift:
+            return True
+        middle = self.places_pt[at]
+        ways = (other - middle for other in self.places_pt.values())
+        near = all(abs(shift) <= self.reach * abs(way) for way in ways if way * shift > 0)
+        return near and middle + moved[0] >= 0 and middle + moved[1] <= self.width_pt
 
 
 class Crosses:
     """What ran out of memory in one panel: a row for each system and preset, in it one beside the other at a place."""
 
-    def __init__(self, axes: Axes) -> None:
+    def __init__(self, axes: Axes, taken: Taken) -> None:
         self.axes = axes
+        self.taken = taken
         self.rows: dict[str, int] = {}
-        self.counts: Counter[tuple[str, float]] = Counter()
-        self.taken = Taken()
 
     def add(self, name: str, at: float, look: dict[str, Any], status: str, meaning: str, mark: str = "") -> None:
         """Draw one, with the letters of its machines on its left."""
         share = 0.04 + ROW_SHARE * self.rows.setdefault(name, len(self.rows))
-        shift_pt = -16.0 * self.counts[name, at]
-        self.counts[name, at] += 1
+        left = BESIDE_PT + LETTER_PT * len(mark) if mark else HALF_PT
+        shift_pt = self.taken.aside(at, *crossed_box(share, left), CROSS_PT)
         style.crossed(self.axes, at, share, look, status=status, shift_pt=shift_pt, label=meaning)
         if mark:
             _mark(self.axes, mark, (at, share), shift_pt - BESIDE_PT, "right", xycoords=self.axes.get_xaxis_transform())
-        left = BESIDE_PT + LETTER_PT * len(mark) if mark else HALF_PT
-        height = PANEL_PT * share
-        self.taken.add(at, (shift_pt - left, shift_pt + 5 + HALF_PT), (height - HALF_PT, height + HALF_PT))
 
 
-def set_apart(axes: Axes, claimed: Sequence[Range], flagged: Sequence[Range], lines: Sequence[Line], crosses: Crosses) -> None:
+def crossed_box(share: float, left_pt: float = HALF_PT) -> tuple[Range, Range]:
+    """What a marker at this share of the axes' height and the cross beside it take, points; left_pt: on the marker's left."""
+    return (-left_pt, 5 + HALF_PT), (PANEL_PT * share - HALF_PT, PANEL_PT * share + HALF_PT)
+
+
+def set_apart(axes: Axes, claimed: Sequence[Range], flagged: Sequence[Range], lines: Sequence[Line], taken: Taken) -> bool:
     """A dagger above each flagged claim, below where something is there; each line's letter at its end; and a point by itself that
-    would lie on a claim, a line's point, a cross or another such point, moved beside it.
+    would lie on a claim, a line's point, a cross or another such point, moved beside it; whether any was moved.
 
     claimed, flagged: (place, height).
     """
-    unit, taken = PANEL_PT / axes.get_ylim()[1], crosses.taken
+    unit, moved = PANEL_PT / axes.get_ylim()[1], False
     for at, value in claimed:
         taken.add(at, (-HALF_PT, HALF_PT), (unit * value - HALF_PT, unit * value + HALF_PT))
     for line in (line for line in lines if line.joined):
@@ -121,11 +151,16 @@ def set_apart(axes: Axes, claimed: Sequence[Range], flagged: Sequence[Range], li
         _dagger(axes, at, value, unit, taken)
     for line in lines:
         at, height = max(line.heights.items())
-        shift_pt = 0.0 if line.joined else taken.aside(at, *line.box(at, unit))
+        shift_pt = 0.0
+        if not line.joined:
+            (left, right), upwards = line.box(at, unit)
+            shift_pt = taken.aside(at, (left, right), upwards, right - left + GAP_PT)
         if shift_pt:
             _move(axes, line.artists, shift_pt)
+            moved = True
         if line.mark:
             _mark(axes, line.mark, (at, height), shift_pt + BESIDE_PT, "left")
+    return moved
 
 
 def _dagger(axes: Axes, at: float, value: float, unit: float, taken: Taken) -> None:

@@ -20,7 +20,7 @@ from analysis import load, style
 from analysis.cells import Cell, percent, variants
 from analysis.effects import Change, setting_changes
 from analysis.figures import layout
-from analysis.figures.apart import Crosses, Line, set_apart
+from analysis.figures.apart import Crosses, Line, Taken, set_apart
 from analysis.paper import ATTENTION, Claim, cells_for, cells_in, claims, place_of, tflops
 
 SIZES = {"3B": 3.0, "7B": 7.6, "14B": 14.8, "32B": 32.8}
@@ -82,7 +82,10 @@ def line_panel(
         for at, cell in points.items():
             if not cell.standing.measured:
                 refused.setdefault((system, preset, at, cell.standing.status_label), []).append(marks[machine])
-    crosses, lines, flagged = Crosses(axes), list[Line](), list[tuple[float, float]]()
+    places, width_in = sorted({place(one) for one in told}), style.PAGE_IN / 2 - 0.8
+    layout.log2_axis(axes, places, _tick, width_in, MARGIN)
+    taken, lines, flagged = Taken(axes, width_in, places), list[Line](), list[tuple[float, float]]()
+    crosses = Crosses(axes, taken)
     for system in dict.fromkeys(one.system for one in told):
         flagged += _claims(axes, system, [one for one in told if one.system == system], place, crosses)
     looks = variants(cells)
@@ -95,10 +98,9 @@ def line_panel(
             told_as = cell.standing.status_label
             if where := refused.pop((system, preset, at, told_as), []):  # one cross for all machines
                 crosses.add(look["label"], at, look, cell.standing.status, f"{told_as} here", ", ".join(filter(None, where)))
-    layout.log2_axis(axes, sorted({place(one) for one in told}), _tick, style.PAGE_IN / 2 - 0.8, MARGIN)
     axes.set_ylim(0, 1.15 * axes.dataLim.ymax)
     claimed = [(place(one), one.value) for one in told if one.value is not None]
-    set_apart(axes, claimed, flagged, lines, crosses)
+    set_apart(axes, claimed, flagged, lines, taken)
     if not lines:
         place_of_words: Any = {"transform": axes.transAxes, "ha": "left", "va": "top"}
         axes.text(0.02, 0.98, "not measured here yet", fontsize=6.5, color=style.MUTED, **place_of_words)

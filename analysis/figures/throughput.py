@@ -1,8 +1,9 @@
 """Speed against model size, batch and context: a line for each system and preset, on one machine.
 
-Invariant: a pure function of the frame. A panel varies one thing and holds the others; a line joins points of one study;
-predictions are hollow and dashed, and a cell with neither measurement nor prediction stands on the axis, its marker crossed, the
-cross's meaning in the legend.
+Invariant: a pure function of the frame. A panel varies one thing and holds the others; a line joins points of one study, and a
+point that none joins stands beside another on which it would lie, where there is room (a note says so); predictions are hollow
+and dashed, and a cell with neither measurement nor prediction stands on the axis, its marker crossed, the cross's meaning in the
+legend.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -19,11 +21,15 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from analysis import machines, style
 from analysis.cells import Cell, Family, cells_of, stands_for, variants
 from analysis.figures import layout
+from analysis.figures.apart import Line, Taken, crossed_box, set_apart
 from analysis.scales import SCALES, Held, Scale
 from analysis.studies import study_of, unablated
 
 BESIDE_IN = 0.7
 """What stands beside the axis of a panel: its label and ticks, and the space to the next one."""
+REACH = 0.25
+"""How much of the way to the next place a point may be moved: beside a line of its own colour, more looks like one more place."""
+SIDE_BY_SIDE = "Points of one place stand side by side where they would overlap."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +60,10 @@ def figure(frame: pd.DataFrame, only: str | None = None) -> Figure:
     with style.context():
         width = style.COLUMN_IN if len(panels) == 1 else style.PAGE_IN
         drawn = style.new_figure(width, 3.0 if len(panels) == 1 else 2.7)
-        _panels(drawn, [(SCALES[name], mine) for name, mine in panels.items()], variants(cells))
+        aside = _panels(drawn, [(SCALES[name], mine) for name, mine in panels.items()], variants(cells))
         told = f"{kinds[0]} (the fastest row of each system at a place; lines join one study)"
         drawn.suptitle(layout.wrapped(told, width), x=0.01, ha="left", fontsize=6.5, color=style.MUTED)
-    return layout.noted(drawn, machines.notes(rows))
+    return layout.noted(drawn, [*aside, *machines.notes(rows)])
 
 
 def study_figure(frame: pd.DataFrame) -> Figure:
@@ -69,21 +75,25 @@ def study_figure(frame: pd.DataFrame) -> Figure:
         )
     with style.context():
         drawn = style.new_figure(style.COLUMN_IN, 3.0)
-        _panels(drawn, [(study.scale, study.cells)], variants(study.cells))
+        aside = _panels(drawn, [(study.scale, study.cells)], variants(study.cells))
         told = "\n".join(part for part in (study.subject, study.machine) if part)
         drawn.suptitle(told, x=0.01, ha="left", fontsize=6.5, color=style.MUTED)
-    return layout.noted(drawn, machines.notes(frame))
+    return layout.noted(drawn, [*aside, *machines.notes(frame)])
 
 
-def _panels(drawn: Figure, panels: list[tuple[Scale, list[Cell]]], looks: dict[Family, int]) -> None:
-    """The panels side by side, one legend below them all."""
+def _panels(drawn: Figure, panels: list[tuple[Scale, list[Cell]]], looks: dict[Family, int]) -> list[str]:
+    """The panels side by side, one legend below them all; the note that points were moved, if some were."""
     handles: dict[str, Line2D] = {}
+    notes: list[str] = []
     for axes, (scale, mine) in zip(drawn.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        for handle in panel(axes, mine, scale, looks, drawn.get_figwidth() / len(panels) - BESIDE_IN):
+        found, moved = panel(axes, mine, scale, looks, drawn.get_figwidth() / len(panels) - BESIDE_IN)
+        notes = [SIDE_BY_SIDE] if moved else notes
+        for handle in found:
             handles.setdefault(str(handle.get_label()), handle)
     series_first = sorted(handles.values(), key=lambda handle: handle.get_color() in (style.ALARM, style.MUTED))
     columns = 2 if len(panels) == 1 else 5
     drawn.legend(handles=series_first, loc="outside lower center", ncols=columns, columnspacing=1.0)
+    return notes
 
 
 def varies(frame: pd.DataFrame) -> bool:
@@ -138,23 +148,30 @@ def height(cell: Cell, scale: Scale) -> tuple[float, float | None, float | None]
     return unit * drawn.value, ends[0], ends[1]
 
 
-def panel(axes: Axes, cells: list[Cell], scale: Scale, looks: dict[Family, int], width_in: float) -> list[Line2D]:
-    """Draw one panel whose axis is about this wide; the legend's handles."""
-    lines = series_of(cells, scale, looks)
+def panel(axes: Axes, cells: list[Cell], scale: Scale, looks: dict[Family, int], width_in: float) -> tuple[list[Line2D], bool]:
+    """Draw one panel whose axis is about this wide; the legend's handles, and whether a point was moved beside another."""
+    lines = [part for one in series_of(cells, scale, looks) for part in _parts(one)]
     top = max((max(found[2] or 0, found[0]) for one in cells if (found := height(one, scale))), default=1.0)
     crossed = dict.fromkeys(one.label for one in lines if any(cell.drawn is None for cell in one.points.values()))
     rows = {label: 0.035 + 0.055 * place for place, label in enumerate(crossed)}
-    handles = [_series(axes, one, scale, rows.get(one.label, 0.0)) for one in lines]
     values = sorted({value for one in lines for value in one.points})
     layout.log2_axis(axes, values, lambda value: scale.tick(round(value)), width_in, 1.25)
     axes.set_ylim(0, 1.18 * top)
+    taken = Taken(axes, width_in, values, REACH)
+    drawn = [line for one in lines if (line := _series(axes, one, scale, rows.get(one.label, 0.0), taken))]
+    moved = set_apart(axes, (), (), drawn, taken)
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if top > 5 else f"{value:g}"))
     axes.set_xlabel(f"{scale.name}\n({scale.told(cells)})")
     axes.set_ylabel("TFLOPS (6P)" if scale.sizes_differ else "tokens / s")
     axes.set_title(scale.title)
     style.value_grid(axes, "y")
-    return [*handles, *_meanings(cells)]
+    return [*(Line2D([], [], **(_looks(one) | {"label": one.label})) for one in lines), *_meanings(cells)], moved
+
+
+def _parts(series: Series) -> list[Series]:
+    """A line as it is; lone points one by one."""
+    return [series] if series.study else [replace(series, points={value: cell}) for value, cell in series.points.items()]
 
 
 def _meanings(cells: list[Cell]) -> list[Line2D]:
@@ -169,30 +186,45 @@ def _meanings(cells: list[Cell]) -> list[Line2D]:
     return [*([Line2D([], [], label="predicted, not run", **looks)] if guessed else []), *crosses]
 
 
-def _series(axes: Axes, series: Series, scale: Scale, crossed_at: float) -> Line2D:
-    """One line: measured points joined, predictions joined to the measured point before them, crosses on the axis."""
+def _looks(series: Series) -> dict[str, Any]:
+    """Variants below and a little larger: two that coincide are both seen."""
+    larger = {"markersize": 5.2, "zorder": 2} if series.variant else {"markersize": 3.8, "zorder": 2.5}
+    return style.curve(series.system, series.variant) | larger
+
+
+def _series(axes: Axes, series: Series, scale: Scale, crossed_at: float, taken: Taken) -> Line | None:
+    """One line: measured points joined, predictions joined to the measured point before them, crosses on the axis (`taken`).
+
+    What was drawn at its height; None where nothing was.
+    """
     told = [(value, one, found) for value, one in series.points.items() if (found := height(one, scale))]
     measured = [(value, found) for value, one, found in told if one.standing.measured]
     guessed = [(value, found[0]) for value, one, found in told if not one.standing.measured]
-    # Variants below and a little larger: two that coincide are both seen.
-    looks = style.curve(series.system, series.variant) | {
-        "markersize": 5.2 if series.variant else 3.8,
-        "zorder": 2 if series.variant else 2.5,
-    }
+    looks = _looks(series)
     lone = {} if series.study else {"linestyle": ""}
+    artists: list[Artist] = []
     if measured:
-        axes.plot([value for value, _ in measured], [found[0] for _, found in measured], label=series.label, **(looks | lone))
+        xs, ys = [value for value, _ in measured], [found[0] for _, found in measured]
+        artists += axes.plot(xs, ys, label=series.label, **(looks | lone))
     for value, (middle, lo, hi) in measured:
         if lo is not None and hi is not None:
             ends = [[middle - lo], [hi - middle]]
-            axes.errorbar(value, middle, yerr=ends, color=style.INK, elinewidth=0.7, capthick=0.7, capsize=2.6, zorder=1.5)
+            whisker = axes.errorbar(
+                value, middle, yerr=ends, color=style.INK, elinewidth=0.7, capthick=0.7, capsize=2.6, zorder=1.5
+            )
+            artists += whisker.get_children()
     if guessed:
         before = [(value, found[0]) for value, found in measured if value < guessed[0][0]][-1:] if series.study else []
         predicted = style.predicted_point(series.system, series.variant) | lone
         xs, ys = zip(*before, *guessed, strict=True)
-        axes.plot(xs, ys, label=f"{series.label} predicted", markevery=slice(len(before), None), **predicted)
+        artists += axes.plot(xs, ys, label=f"{series.label} predicted", markevery=slice(len(before), None), **predicted)
     for value, one in series.points.items():
         if one.drawn is None:
             label = f"{series.label} {one.standing.status}"
             style.crossed(axes, value, crossed_at, looks | {"label": label}, status=one.standing.status)
-    return Line2D([], [], **(looks | {"label": series.label}))
+            taken.add(value, *crossed_box(crossed_at))
+    if not told:
+        return None
+    heights = {value: found[0] for value, _, found in told}
+    reach = {value: (middle if lo is None else lo, middle if hi is None else hi) for value, _, (middle, lo, hi) in told}
+    return Line(artists=artists, heights=heights, ends=reach, mark="", half_pt=looks["markersize"] / 2 + 0.5)

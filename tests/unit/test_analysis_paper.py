@@ -298,6 +298,8 @@ def test_no_marker_of_the_committed_figure_lies_on_another() -> None:
         at = np.vstack([one.get_transform().transform(np.asarray(one.get_xydata())) for one in drawn]) * 72 / figure.dpi
         apart = np.abs(at[:, None] - at[None]).max(axis=-1) + np.diag([99.0] * len(at))
         assert apart.min() > 3.8, "a marker is 3.8 points wide"
+        edges = axes.get_window_extent().get_points() * 72 / figure.dpi
+        assert ((at - 1.9 >= edges[0]) & (at + 1.9 <= edges[1])).all(), axes.get_title(loc="left")
         for text in axes.texts:
             box = text.get_window_extent().padded(0.5).get_points() * 72 / figure.dpi
             assert not ((at > box[0]) & (at < box[1])).all(axis=-1).any(), text.get_text()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
 from analysis import style
 from analysis.figures import throughput
+from sweeps.result import Row
 from tests.unit.drawn import figure_of, legend, lines, points
 from tests.unit.study_rows import grid_rows, many_studies, scaled, size_rows, windows
 from tests.unit.test_analysis_load import cpu_rows, h200_rows, row
@@ -60,9 +62,38 @@ def test_points_of_several_studies_are_not_joined() -> None:
     rows = [row("megatrain", windows(billions), experiment=f"h200_{billions}b", cell=str(billions), model=str(billions),
                 num_params=billions * 10**9) for billions in (3, 7)]  # fmt: skip
     (axes,) = figure_of(throughput, rows).axes
-    line = lines(axes)["MegaTrain"]
-    assert [x for x, _ in points(line)] == [3e9, 7e9]
-    assert line.get_linestyle() == "None"
+    drawn = [line for line in axes.lines if line.get_label() == "MegaTrain"]
+    assert [[x for x, _ in points(line)] for line in drawn] == [[3e9], [7e9]]
+    assert {line.get_linestyle() for line in drawn} == {"None"}
+
+
+def test_lone_points_that_would_overlap_stand_side_by_side_inside_the_axes() -> None:
+    """At both ends of an axis, at their own heights, where places leave room; what a line joins stays."""
+    systems = ("published_megatrain", "zero3", "fsdp2", "superoffload", "zenflow")
+
+    def rows_at(places: tuple[int, ...]) -> list[Row]:
+        study = [("megatrain", "model_size", place) for place in places]
+        lone = [(system, str(place), place) for system in systems for place in (places[0], places[-1])]
+        return [
+            row(system, windows(0.1 * place), experiment=experiment, cell=f"{system}{place}", num_params=place * 10**9)
+            for system, experiment, place in (*study, *lone)
+        ]
+
+    figure = figure_of(throughput, rows_at((1, 64)), "num_params")
+    assert throughput.SIDE_BY_SIDE in figure.get_suptitle()
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    drawn = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
+    plain = np.vstack([axes.transData.transform(points(line)) for line in drawn]) * 72 / figure.dpi
+    shown = np.vstack([line.get_transform().transform(points(line)) for line in drawn]) * 72 / figure.dpi
+    moved = ~np.isclose(shown[:, 0], plain[:, 0])
+    assert (len(moved), moved.sum()) == (12, 10), "all but the line's two"
+    assert shown[:, 1] == pytest.approx(plain[:, 1])
+    assert (np.abs(shown[:, None] - shown[None]).max(axis=-1) + np.diag([99.0] * 12)).min() > 3.8, "a marker is 3.8 points wide"
+    edges = axes.get_window_extent().get_points() * 72 / figure.dpi
+    assert ((shown - 1.9 >= edges[0]) & (shown + 1.9 <= edges[1])).all()
+    for rows in (rows_at(tuple(2**power for power in range(10))), size_rows()):  # no room between the places; no overlap
+        assert throughput.SIDE_BY_SIDE not in figure_of(throughput, rows, "num_params").get_suptitle()
 
 
 def test_throughput_takes_the_fastest_measurement_and_no_ablations() -> None:
