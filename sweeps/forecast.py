@@ -144,7 +144,12 @@ def settings(cells: Sequence[Cell]) -> list[str]:
     for key in keys:
         if len({_values(config, [*chosen, key]) for config in told}) > len({_values(config, chosen) for config in told}):
             chosen.append(key)
-    return [" ".join(f"{key.removesuffix('.name')}={config.get(key)}" for key in chosen) for config in told]
+    hidden = {"system.preset"} if "system.name" in chosen else set()  # where None: the system's name alone says so
+
+    def shown(config: Mapping[str, Any]) -> list[str]:
+        return [key for key in chosen if not (key in hidden and config.get(key) is None)]
+
+    return [" ".join(f"{key.removesuffix('.name')}={config.get(key)}" for key in shown(config)) for config in told]
 
 
 def _values(config: Mapping[str, Any], keys: Sequence[str]) -> str:

@@ -124,6 +124,9 @@ def test_one_cell_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 def test_only_what_tells_cells_apart_is_told() -> None:
     assert settings(cells_of("system.depth=1,2", "shape.seq_len=16,32"))[1] == "system.depth=1 shape.seq_len=32"
     assert settings(cells_of("system=megatrain,megatrain_fast")) == ["system.preset=stream", "system.preset=fast"]
+    systems = ["system=zero3", "system=zero3 system.preset=optimizer", "system=megatrain system.preset=paper"]
+    assert settings(cells_of("system=zero3,zero3_optimizer,megatrain_paper")) == systems
+    assert settings(cells_of("system=zero3,zero3_optimizer")) == ["system.preset=None", "system.preset=optimizer"]
     assert settings(cells_of("machine.device_bytes=null,9")) == ["machine.device_bytes=None", "machine.device_bytes=9"]
 
 
