@@ -39,7 +39,8 @@ class SuperOffload(Zero3):
     def plan(self) -> Plan:
         """Closed-form bytes: ZeRO-3's on the device; on the host what DeepSpeed 0.19.8 allocates in both processes.
 
-        Pinned gradients are replaced by shared ones and stay in torch's cache; the optimizer's process has one pinned buffer.
+        Masters and fp32 gradients are shared from their first update on. The pinned gradients that they replace stay in torch's
+        cache, as do the weights' first blocks (`_pinned_bytes`). The optimizer's process, one more, has one pinned buffer.
         """
         options, total = self.options, count_params(self.spec.model).total
         assert isinstance(options, SuperOffloadOptions)
@@ -47,16 +48,17 @@ class SuperOffload(Zero3):
         accumulated = accumulation_dtype(self.spec).itemsize * total
         weights = self.spec.dtype.itemsize * total if options.offload_param else 0
         shared = 4 * (total - sum(self._on_device()))
-        pinned = [size for size in (weights, accumulated, 4 * max(groups), *(4 * group for group in groups)) if size]
+        buffer = 4 * max(groups)
         host = {
             "weights": weights,
             "master": shared,
             "moments": 2 * shared,
             "gradients": shared + accumulated,
-            "staging": 4 * max(groups),
+            "staging": buffer,
+            "other": footprint.process_bytes(self.spec.device, 2),
         }
         if options.pin_memory:
-            host["staging"] += 4 * total + sum(map(footprint.rounding, pinned))
+            host["staging"] += footprint.rounding(buffer) + self._pinned_bytes() - weights - accumulated
         return footprint.plan_on(self.spec.device, _without_workspace(super().plan()), host)
 
     def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -9,11 +9,12 @@ from engine.engine import MegaTrain
 from engine.optimizer import cache_directory, clip_scale
 from engine.placement import USABLE_DEVICE
 from engine.plan import Plan, layer_activation_bytes, logits_bytes
-from engine.planner import Machine
+from engine.planner import HOST_OVERHEAD, Machine
 from engine.recipe import IGNORE_INDEX, Batch, NonFiniteLossError, Recipe
 from engine.timeline import Timeline
 
 __all__ = [
+    "HOST_OVERHEAD",
     "IGNORE_INDEX",
     "USABLE_DEVICE",
     "Batch",

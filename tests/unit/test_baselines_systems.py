@@ -18,6 +18,7 @@ from analysis.load import shown_preset
 from baselines import distributed
 from baselines.common import parse_options, whole_directory
 from baselines.deepspeed_setup import sole_builder
+from baselines.fsdp2 import norm_of
 from baselines.model import count_params, num_params
 from baselines.system import REGISTRY, ModelSpec, Shape, SystemSpec, Unsupported, build
 from engine import Recipe, layer_activation_bytes
@@ -155,9 +156,21 @@ def test_zero3_with_an_old_deepspeed_is_unsupported(monkeypatch, version):
         build("zero3", make_spec())
 
 
+def test_the_norm_of_fsdp2_is_that_of_all_elements():
+    gradients = [torch.randn(65, 33), torch.randn(7), torch.randn(3, 4, 5), torch.full((2, 2), 1e18)]
+    for held in (gradients[:3], gradients, gradients[1:2]):
+        assert norm_of(held).item() == pytest.approx(torch.cat([one.double().flatten() for one in held]).norm().item(), rel=1e-6)
+    assert norm_of([torch.tensor([[1.0, float("nan")]]), torch.ones(2)]).isnan()
+
+
 @pytest.mark.parametrize(
     ("name", "host_per_param", "device_gb"),
-    [("zero3", 26, (25, 60)), ("zero2", 19.78, (55, 70)), ("fsdp2", 22, (30, 70)), ("in_memory", 0, (18 * 14.77, 18 * 14.77 + 50))],
+    [
+        ("zero3", 24.6, (25, 60)),
+        ("zero2", 19.78, (55, 70)),
+        ("fsdp2", 21.95, (30, 70)),
+        ("in_memory", 0, (18 * 14.77, 18 * 14.77 + 50)),
+    ],
 )
 def test_plan_at_14b(name, host_per_param, device_gb):
     spec = make_spec(QWEN_14B, Shape(batch_size=32, seq_len=1024), device="cuda")

@@ -98,7 +98,10 @@ def test_twinflow_moves_optimizer_state_from_host_to_device():
     plans = [build("zero3", make_spec(QWEN_14B, sub_group_size=10**8, offload_ratio=r)).plan() for r in (1.0, 0.8)]
     kept = sum(on_device(sub_groups(make_spec(QWEN_14B).model, 10**8), 0.8))
     assert 0.15 < kept / num_params(make_spec(QWEN_14B).model) < 0.25
-    assert plans[0].host_bytes - plans[1].host_bytes == 16 * kept
+    less = {kind: size - plans[1].host[kind] for kind, size in plans[0].host.items()}
+    staging = less.pop("staging")  # what pinned gradients were rounded up by goes with them
+    assert sum(less.values()) == 16 * kept
+    assert 0 < staging < 4 * kept
     assert "optimizer" not in plans[0].device
     assert 16 * kept < plans[1].device["optimizer"] < 18 * kept
     assert not build("zero3", make_spec(device="cpu", sub_group_size=1000, offload_ratio=0.5)).plan().device.get("optimizer")
