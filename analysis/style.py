@@ -105,6 +105,7 @@ SYSTEMS: dict[str, Look] = {
 PRESETS: dict[str, tuple[str | None, ...]] = {
     "megatrain": ("fast", "stream", "stream compiled", "paper", "long"),
     "zero3": (None, "compiled", "optimizer", "optimizer compiled", "twinflow", "twinflow compiled"),
+    "fsdp2": (None, "compiled", "grad_op", "grad_op compiled"),
 }
 """The presets (load.shown_preset) that have a variant of their own wherever they are drawn beside others of their system."""
 

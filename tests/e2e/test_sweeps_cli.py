@@ -69,7 +69,7 @@ def first_step_of(output: Path, *overrides: str, cell: int = 1) -> Iterator[tupl
     ("overrides", "words"),
     [
         (["model=nope"], "model: got 'nope', allowed auto, qwen2.5-0.5b"),
-        (["system=nope"], "system: got 'nope', allowed fsdp2, fsdp2_compiled, in_memory"),
+        (["system=nope"], "system: got 'nope', allowed fsdp2, fsdp2_compiled, fsdp2_grad_op"),
         (["+experiment=nope"], "experiment: got 'nope', allowed h200_"),
         (
             ["experiment=foo"],

@@ -77,7 +77,7 @@ def test_the_headline_is_the_same_at_every_size() -> None:
 
 def test_a_system_to_repeat_that_does_not_exist_is_one_line() -> None:
     auto.register()
-    with pytest.raises(ValueError, match=r"measure\.repeated: got 'zero33', allowed fsdp2, fsdp2_compiled, in_memory"):
+    with pytest.raises(ValueError, match=r"measure\.repeated: got 'zero33', allowed fsdp2, fsdp2_compiled, fsdp2_grad_op"):
         run.command_of(["--multirun", "measure.repeat=1,2", "measure.repeated=[zero33]"])
 
 
