@@ -34,7 +34,8 @@ def test_it_is_the_plain_models_mean_cross_entropy_over_the_tail():
 def test_a_system_is_asked_for_what_it_trained(system: str):
     losses = {}
     for name in ("in_memory", system):
-        cell = cell_of(f"system={name}", "recipe.lr=1e-2", "recipe.warmup_steps=0")
+        # In bf16 steps of this size amplify a gradient norm that is rounded otherwise to 3e-2.
+        cell = cell_of(f"system={name}", "system.dtype=float32", "recipe.lr=1e-2", "recipe.warmup_steps=0")
         spec = cell.spec()
         one = build(name, spec)
         one.setup(initial_weights(spec.model, 0, spec.dtype, spec.device))
@@ -46,7 +47,7 @@ def test_a_system_is_asked_for_what_it_trained(system: str):
         losses[name] = heldout.loss(heldout.trained(one, cell), cell)
         one.close()
         assert losses[name] < before - 0.3
-    assert losses[system] == pytest.approx(losses["in_memory"], abs=2e-2)
+    assert losses[system] == pytest.approx(losses["in_memory"], abs=2e-3)
 
 
 def test_as_many_sequences_as_the_tokens_fill_one_at_least_and_no_more_than_there_are():

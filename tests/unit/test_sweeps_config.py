@@ -222,7 +222,7 @@ def plan_here(command: list[str], *, input: str, **_: object) -> subprocess.Comp
 @pytest.mark.parametrize(
     ("host_gib", "device_gib", "expected", "own_process"),
     [
-        (128, 140, "qwen2.5-3b", True),  # 7B: ZeRO-3 wants 26 bytes a parameter of host, in_memory 18 of device
+        (128, 140, "qwen2.5-3b", True),  # 7B: ZeRO-3 wants 25 bytes a parameter of host, in_memory 18 of device
         (2048, 400, "qwen2.5-7b", False),  # without the ten seconds that a process needs to import transformers
         (8, 140, "tiny", False),
     ],
