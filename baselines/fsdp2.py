@@ -195,7 +195,7 @@ class Fsdp2:
 
 
 def norm_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """2-norm of all elements of host tensors, row by row: torch's norm of a whole tensor on the CPU runs on one thread, and rounds more."""
+    """2-norm of all elements of host tensors, row by row: torch's of a whole tensor on the CPU has one thread, and rounds more."""
     return torch.linalg.vector_norm(torch.cat([torch.linalg.vector_norm(one, dim=-1).reshape(-1) for one in tensors]))
 
 
