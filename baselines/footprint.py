@@ -1,6 +1,7 @@
-"""Closed-form bytes that every baseline shares: activations, logits and the workspace of the libraries below.
+"""Closed-form bytes that every baseline shares: activations, logits, the workspace of the libraries below, and pinned host blocks.
 
-Invariant: an upper estimate, meant to lie within 15% of the allocator's peak; nothing here allocates.
+Invariant: on the device an upper estimate, for phases are added that need not coincide; on the host what the systems allocate
+(tests/unit/test_host_plans.py holds both to rows of an H200); nothing here allocates.
 """
 
 from __future__ import annotations
