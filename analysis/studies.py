@@ -70,10 +70,14 @@ class Study:
 
     @property
     def rival(self) -> Cell | None:
-        """Of a scale that several systems stand on, a cell of the one that the others are held against: ZeRO-3, else the first."""
-        mine = families(self.cells)
-        if self.scale is None or len(mine) < 2:
+        """Of a scale with several systems at one of its places, a cell of the one that the others are held against: ZeRO-3, else
+        the first."""
+        if self.scale is None:
             return None
+        at = {(self.scale.value(one), one.family) for one in self.cells}
+        if len({place for place, _ in at}) == len(at):
+            return None
+        mine = families(self.cells)
         family = next((one for one in mine if one[0] == BASELINE and one[1] in AS_IT_IS), next(iter(mine)))
         return mine[family][0]
 

@@ -25,8 +25,8 @@ from engine.schedule import Op
 LAYER_EFFICIENCY = 0.88
 """Rate of a decoder layer's products over that of one large matrix product: fitted, as LAYER_BANDWIDTH, to 65 rows of 0.5B to
 7B, H200 (docs/log.md)."""
-ATTENTION_EFFICIENCY = 0.75
-"""The same of causal attention in a fused kernel, fitted to contexts of 8K to 128K at 7B; 0.68 at 128K (docs/log.md, 47)."""
+ATTENTION_EFFICIENCY = 0.68
+"""The same of causal attention in a fused kernel: 0.68 at 128K, 256K and 512K tokens, 7B, 0.75 at 64K (docs/log.md, 47, 68)."""
 LAYER_BANDWIDTH = 0.75
 """Bandwidth that the layer's other kernels reach, over that of one large copy on the device."""
 HEAD_EFFICIENCY = 0.9

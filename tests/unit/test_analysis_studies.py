@@ -22,6 +22,7 @@ from tests.unit.study_rows import (
     grid_rows,
     ladder_rows,
     precision_rows,
+    scaled,
     size_rows,
     study,
     windows,
@@ -172,6 +173,21 @@ def test_every_row_of_a_batch_study_says_which_it_is() -> None:
     assert list(by_label(fast, 1)) == [("batch",), ("2",), ("8",), ("32",)]
     told = "MegaTrain fast at batch 32 is the fastest (6,554 tokens/s); MegaTrain fast at batch 2 the slowest, −75.0%"
     assert studies.sentence(study(fast)).startswith(told)
+
+
+def test_systems_that_share_no_place_are_one_series() -> None:
+    rows = [scaled(1, 1024 << n, 1.0 * 4**n, preset=preset) for n, preset in enumerate(("stream", "stream", "long", "long"))]
+    lines = by_label(rows, 2)
+    assert list(lines) == [
+        ("system", "tokens a sequence"),
+        ("MegaTrain stream", "1,024"),
+        ("MegaTrain stream", "2,048"),
+        ("MegaTrain long", "4,096"),
+        ("MegaTrain long", "8,192"),
+    ]
+    assert [line[1] for line in lines.values()] == ["change from the fastest", "—", "−50.0%", "−75.0%", "−87.5%"]
+    told = "MegaTrain stream at 1,024 tokens a sequence is the fastest (1,024 tokens/s); MegaTrain long at 8,192 tokens a sequence"
+    assert studies.sentence(study(rows)).startswith(f"{told} the slowest, −87.5%")
 
 
 def test_a_capped_device_hides_no_system_and_is_no_comparison() -> None:

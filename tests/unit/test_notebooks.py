@@ -12,7 +12,7 @@ import pytest
 from analysis.notebooks import RESULTS, comparisons, studies
 from analysis.notebooks.__main__ import FOLDER, NAMES, executed, main, notebook_of
 
-LARGEST_BYTES = 120_000
+LARGEST_BYTES = 150_000
 
 
 def committed(name: str) -> Any:
