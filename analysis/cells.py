@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 
 from analysis import stats, style
+from analysis.machines import machine_of
 from analysis.standing import Standing, pooled, standing_of
 from analysis.stats import Estimate
 from sweeps.result import flat
@@ -35,7 +36,12 @@ class Cell:
 
     standing: Standing
     experiment: str
+    file: str
+    """What tells its file of rows from others."""
     machine: str
+    """In words, as others of its kind."""
+    machines: frozenset[str]
+    """Those of the kind that its repeats ran on (machines.machine_of)."""
     model: str
     num_params: int | None
     batch_size: int
@@ -51,6 +57,11 @@ class Cell:
     def drawn(self) -> Estimate | None:
         """Its speed: the measured one, else the predicted."""
         return self.standing.speed if self.standing.measured else self.predicted
+
+    @property
+    def study(self) -> tuple[str, str]:
+        """Its experiment and file: what a line may join."""
+        return self.experiment, self.file
 
     @property
     def family(self) -> Family:
@@ -78,7 +89,9 @@ def cell_of(record: Mapping[Hashable, Any]) -> Cell:
     return Cell(
         standing=standing,
         experiment=str(record["experiment"]),
+        file=str(record["file"]),
         machine=str(record["machine_name"]),
+        machines=frozenset({machine_of(record["machine"])}),
         model=str(record["model"]),
         num_params=None if pd.isna(record["size"]) else int(record["size"]),
         batch_size=shape[0],
@@ -93,16 +106,17 @@ def cell_of(record: Mapping[Hashable, Any]) -> Cell:
 def cells_of(frame: pd.DataFrame) -> list[Cell]:
     """A cell for each configuration, its repeats pooled as in every table (`standing.pooled`); those of two files, studies or
     kinds of machine are two runs."""
-    configurations: dict[tuple[str, Family, str, str, str], list[Cell]] = {}
+    configurations: dict[tuple[str, Family, tuple[str, str], str], list[Cell]] = {}
     for record in frame.to_dict("records"):
-        one, source = cell_of(record), str(record["source"])
-        file = source if source.endswith(".jsonl") else ""
-        key = str(record["configuration"]), one.family, one.experiment, one.machine, file
+        one = cell_of(record)
+        key = str(record["configuration"]), one.family, one.study, one.machine
         configurations.setdefault(key, []).append(one)
     found = []
     for repeats in configurations.values():
         standing = pooled([one.standing for one in repeats])
-        found.append(replace(repeats[-1], standing=standing, predicted=None if standing.measured else repeats[-1].predicted))
+        predicted = None if standing.measured else repeats[-1].predicted
+        machines = frozenset(name for one in repeats for name in one.machines)
+        found.append(replace(repeats[-1], standing=standing, machines=machines, predicted=predicted))
     return found
 
 
@@ -126,6 +140,13 @@ def variants(cells: list[Cell]) -> dict[Family, int]:
     }
 
 
+def settings_apart(cell: Cell, other: Cell) -> list[str]:
+    """What two cells of a system both state and do not agree in: `checkpoint interval 4, not 1`."""
+    mine, theirs = ({key: one.config[key] for key in one.config if key.startswith("system.")} for one in (cell, other))
+    keys = [key for key in mine if key in theirs and repr(mine[key]) != repr(theirs[key])]
+    return [f"{named(key)} {worded(key, mine[key])}, not {worded(key, theirs[key])}" for key in keys]
+
+
 def comparable(cell: Cell) -> bool:
     """Whether its speed may be held against others': measured, and losses not known to differ from the reference's."""
     return cell.standing.measured and not cell.standing.differs
@@ -145,10 +166,16 @@ def speed_of(cell: Cell) -> float:
 
 
 def ratio(cell: Cell, base: Cell | None) -> Estimate | None:
-    """How many times as fast a cell is as `base`, with Welch's interval; None unless both may be compared."""
+    """How many times as fast a cell is as `base`, with Welch's interval; None unless both may be compared.
+
+    Of two machines of a kind it has no interval: what lies between them is in the ratio and not in their windows.
+    """
     if base is None or not (comparable(cell) and comparable(base)):
         return None
-    return stats.quotient(cell.standing.speed, base.standing.speed)
+    over = stats.quotient(cell.standing.speed, base.standing.speed)
+    if over is None or cell.machines & base.machines:
+        return over
+    return Estimate(value=over.value, num_samples=over.num_samples)
 
 
 def change(cell: Cell, base: Cell | None) -> Estimate | None:

@@ -17,7 +17,7 @@ import pandas as pd
 from analysis import machines, runs, stats
 from analysis.runs import Tagged
 from analysis.style import name_of
-from sweeps.result import Row, compared, configuration, flat, host_split, is_compiled, read_rows
+from sweeps.result import Row, compared, configuration, file_id, flat, host_split, is_compiled, read_rows
 
 GROUP = ["experiment", "model", "size", "batch_size", "seq_len", "machine_name"]
 """What must be equal for two rows to be compared: a ratio never spans two machines, nor two sizes under one name."""
@@ -66,6 +66,7 @@ COLUMNS: dict[str, str] = {
     "git_commit": "string",
     "started_at": "string",
     "source": "string",
+    "file": "string",
     "schema_version": "Int64",
     "bench_version": "Int64",
     "step_s": "object",
@@ -97,7 +98,7 @@ def load(*sources: Path | str) -> pd.DataFrame:
     if not tagged:
         raise ValueError(f"{', '.join(map(str, sources)) or 'no path given'}: no rows in it; run a bench first (make bench)")
     tagged = sorted(_compared(tagged), key=lambda item: (item.row.started_at, item.position, item.row.cell))
-    return from_rows([item.row for item in tagged], sources=[item.source for item in tagged])
+    return from_rows([i.row for i in tagged], sources=[i.source for i in tagged], files=[i.file for i in tagged])
 
 
 def frame(source: Path | str) -> pd.DataFrame:
@@ -109,11 +110,15 @@ def frame(source: Path | str) -> pd.DataFrame:
     return load(source)
 
 
-def from_rows(rows: Sequence[Row], sources: Sequence[str] | None = None) -> pd.DataFrame:
-    """The typed frame of `rows`, in order. `sources` says where each came from."""
+def from_rows(rows: Sequence[Row], sources: Sequence[str] | None = None, files: Sequence[str] | None = None) -> pd.DataFrame:
+    """The typed frame of `rows`, in order. `sources` says where each came from, `files` which were in one JSONL file: two files are
+    two runs, also when they come back from W&B."""
     origins = sources if sources is not None else [""] * len(rows)
     sizes = {_model(row): row.num_params for row in rows if row.num_params}
-    records = [_record(row, origin) | {"size": sizes.get(_model(row))} for row, origin in zip(rows, origins, strict=True)]
+    records = [
+        _record(row, origin) | {"size": sizes.get(_model(row)), "file": file}
+        for row, origin, file in zip(rows, origins, files if files is not None else origins, strict=True)
+    ]
     data = {column: pd.Series([record[column] for record in records], dtype=dtype) for column, dtype in COLUMNS.items()}
     frame = pd.DataFrame(data)
     frame["label"] = pd.Series(_labels(frame), dtype="string", index=frame.index)
@@ -130,20 +135,15 @@ def latest(frame: pd.DataFrame) -> pd.DataFrame:
 
     Labels are made anew.
     """
-    doubled = frame.assign(file=files(frame)).duplicated(["experiment", "cell", "machine_name", "file"], keep="last")
+    doubled = frame.duplicated(["experiment", "cell", "machine_name", "file"], keep="last")
     kept = frame[~doubled].reset_index(drop=True)
     kept["label"] = pd.Series(_labels(kept), dtype="string", index=kept.index)
     return kept
 
 
-def files(frame: pd.DataFrame) -> pd.Series[str]:
-    """The JSONL file of every row: two files are two runs. Empty for rows from W&B, which keeps no files apart."""
-    return frame["source"].where(frame["source"].str.endswith(".jsonl"), "")
-
-
 def by_file(frame: pd.DataFrame) -> list[pd.DataFrame]:
-    """The latest rows of each JSONL file by itself, for no ratio spans two runs; of all W&B runs together."""
-    return [latest(rows) for _, rows in frame.groupby(files(frame), sort=False)]
+    """The latest rows of each JSONL file by itself, for no ratio spans two runs."""
+    return [latest(rows) for _, rows in frame.groupby("file", sort=False)]
 
 
 def groups(frame: pd.DataFrame) -> list[pd.DataFrame]:
@@ -176,7 +176,7 @@ def _found(source: Path | str) -> Iterator[Path | str]:
 
 def _read(path: Path) -> list[Tagged]:
     try:
-        return [Tagged(row, position, str(path), str(path)) for position, row in enumerate(read_rows(path))]
+        return [Tagged(row, position, file_id(path), str(path)) for position, row in enumerate(read_rows(path))]
     except (TypeError, AttributeError, AssertionError, UnicodeDecodeError, OSError) as error:
         detail = " ".join(str(error).split())
         raise ValueError(f"{path}: not rows of this bench ({detail}); name a JSONL file that sweeps.run wrote") from None

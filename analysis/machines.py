@@ -27,6 +27,11 @@ def name_of(machine: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
+def machine_of(machine: dict[str, Any]) -> str:
+    """What a machine is known by among others of its kind: its boot, in rows older than that its matrix peak."""
+    return str(machine.get("boot") or machine.get("matrix_peak_tflops"))
+
+
 def host_of(machine: dict[str, Any]) -> str:
     """What tells one machine from another of its kind: its name, the boot, and the matrix peak that was measured on it.
 
@@ -37,14 +42,11 @@ def host_of(machine: dict[str, Any]) -> str:
 
 
 def notes(frame: pd.DataFrame) -> list[str]:
-    """One note where the measured rows of a table or figure come from several machines of one kind; none else.
-
-    A machine is known by its boot, in rows older than that by its matrix peak.
-    """
+    """One note where the measured rows of a table or figure come from several machines of one kind; none else."""
     measured = [dict(machine) for machine in frame[frame["tokens_per_s"].notna()]["machine"]]
-    known = {str(machine.get("boot") or machine.get("matrix_peak_tflops")) for machine in measured}
+    known = {machine_of(machine) for machine in measured}
     if len(known) < 2:
         return []
     peaks = [machine["matrix_peak_tflops"] for machine in measured if machine.get("matrix_peak_tflops")]
-    apart = f", up to {max(peaks) / min(peaks) - 1:.1%} in their matrix peak," if peaks else ""
-    return [f"Rows of {len(known)} machines of this kind; differences between them{apart} are in these numbers."]
+    read = f", whose matrix peaks read {min(peaks):.0f} to {max(peaks):.0f} TFLOPS" if peaks else ""
+    return [f"Rows of several machines of this kind{read}; differences between them are in these numbers."]

@@ -139,7 +139,11 @@ def machine_in_short(machine: str) -> str:
 
 
 def measured_text(claim: Claim, cells: list[Cell]) -> str:
-    """What these rows have for a claim, in its unit, by what was trained where; empty where they have nothing."""
+    """What these rows have for a claim, in its unit, by what was trained where; empty where they have nothing.
+
+    FLOPs of context are under 6P + 12LhT, whatever the paper's are under, as in the figure.
+    """
+    formula = ATTENTION if claim.formula == ATTENTION or claim.study == "context" else "6P"
     told: dict[str, list[str]] = {}
     for one in cells_for(claim, cells):
         name = f"{style.name_of(one.standing.system)} {one.preset or ''}".strip()
@@ -147,7 +151,7 @@ def measured_text(claim: Claim, cells: list[Cell]) -> str:
         if not one.standing.measured or speed is None:
             mine.append(f"{name} {one.standing.status_label}")
             continue
-        unit = tflops(one, ATTENTION if claim.formula == ATTENTION else "6P") / speed.value if claim.metric == "tflops" else 1.0
+        unit = tflops(one, formula) / speed.value if claim.metric == "tflops" else 1.0
         ends = "" if speed.lo is None or speed.hi is None else f" ({unit * speed.lo:,.0f}–{unit * speed.hi:,.0f})"
         mine.append(f"{name} {unit * speed.value:,.0f}{ends}{' (numerics differ)' if one.standing.differs else ''}")
     return "; ".join(f"{where}: {', '.join(mine)}" for where, mine in told.items())
@@ -257,7 +261,7 @@ def table(frame: pd.DataFrame, study: str | None = None) -> Sheet:
         row = [one.study.replace("_", " "), style.name_of(one.system), shape, one.hardware, value_text(one)]
         body.append([*row, unit.get(one.metric, one.metric), one.formula or "—", one.trust, here or "—", source])
     machines = "; ".join(sorted(set(frame["machine_name"])))
-    formula = f"under 6P unless the paper's formula is {ATTENTION}"
+    formula = f"under 6P, of context and where the paper's formula is that under {ATTENTION}"
     notes = [f"Measured on {machines}, with 95% intervals, {formula}; batches are not the paper's."]
     notes += [f"Trust, how a number of the paper is known: {', '.join(f'{key} {words}' for key, words in TRUST.items())}."]
     notes += [f"† {one.system} {one.model} {one.setting or one.seq_len or ''}: {one.flag}." for one in told if one.flag]

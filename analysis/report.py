@@ -93,7 +93,7 @@ def sections(frame: pd.DataFrame) -> list[Section]:
 
 
 def parted(frame: pd.DataFrame) -> list[Section]:
-    """`sections` of each JSONL file by itself, of all W&B runs together (`load.by_file`)."""
+    """`sections` of each JSONL file by itself, also when its rows come back from W&B (`load.by_file`)."""
     return [part for rows in load.by_file(frame) for part in sections(rows)]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.cells import Cell, cells_of, change, comparable, families, named, percent, ratio, speed_of, worded
+from analysis.cells import Cell, cells_of, change, comparable, families, named, percent, ratio, settings_apart, speed_of, worded
 from analysis.compare import AS_IT_IS, BASELINE, CPU_NOTE, interval_text
 from analysis.scales import SCALES, Scale, scale_of
 from sweeps.result import LOSS_TOLERANCE, REFERENCE
@@ -147,6 +147,8 @@ class Study:
             told += [f"{name}: numerics differ from the reference; not compared"] if mine.differs else []
             told += [f"{name}: {mine.caveat}"] if mine.measured and mine.caveat else []
             told += [f"{name}: {mine.missed}"] if mine.missed else []
+            apart = settings_apart(one, families(self.cells)[one.family][0]) if self.scale else []
+            told += [f"{name}: {'; '.join(apart)}"] if apart else []
         told += ["Predicted speeds are the cost model's, not measured."] if any(one.predicted for one in self.cells) else []
         return told + ([CPU_NOTE] if self.machine.startswith("CPU only") else [])
 
@@ -217,11 +219,14 @@ def sentence(study: Study) -> str:
 
 
 def _scale_sentence(study: Study, scale: Scale, ready: list[Cell]) -> str:
-    """At the last place where two systems were measured; of one system, its speed at the first place and at the last."""
-    if study.bests:
-        best = study.bests[-1]
+    """At the last place where two systems were measured, on one machine if any were; of one system, its speed at the first place
+    and at the last."""
+    pairs = []
+    for best in study.bests:
         others = [one for one in ready if scale.value(one) == scale.value(best) and one is not best]
-        base = next((one for one in others if one is study.base_of(best)), others[-1])
+        pairs.append((best, next((one for one in others if one is study.base_of(best)), others[-1])))
+    if pairs:
+        best, base = next((pair for pair in reversed(pairs) if pair[0].machines & pair[1].machines), pairs[-1])
         over = ratio(best, base)
         assert over is not None
         return f"At {scale.place(best)} {best.family_name} is the fastest: {interval_text(over)} as fast as {base.family_name}."

@@ -155,6 +155,9 @@ FILLS = ("full", "left", "bottom")
 """Line and marker fill of the variants of one system, in turn: twelve before both repeat. Dashes, dots and hollow markers are
 kept for what was not measured here."""
 
+EDGE = 0.6
+"""Share of a system's colour, the rest black, that its markers' edges have: the palest stand out on white."""
+
 STATUS_LABELS: dict[str, str] = {
     "ok": "measured",
     "oom_device": "OOM (device)",
@@ -175,7 +178,7 @@ def look(system: str, variant: int = 0) -> Look:
     own = SYSTEMS.get(system, Look(name=system, color="#a0a0a0", marker="h", hatch="oo"))
     if variant == 0:
         return own
-    lighter = tint(own.color, max(0.25, 0.7 * 0.75 ** (variant - 1)))
+    lighter = tint(own.color, max(0.36, 0.7 * 0.75 ** (variant - 1)))
     return replace(own, color=lighter, hatch=own.hatch * 2, line=LINES[variant % len(LINES)], fill=FILLS[variant % len(FILLS)])
 
 
@@ -205,13 +208,15 @@ def bar(system: str, variant: int = 0) -> dict[str, Any]:
 def curve(system: str, variant: int = 0) -> dict[str, Any]:
     """Keyword arguments of a line of this system: colour, dashes, and a marker that is filled or half filled."""
     drawn = look(system, variant)
+    red, green, blue = (EDGE * channel for channel in to_rgb(drawn.color))
     return {
         "color": drawn.color,
+        "markeredgecolor": (red, green, blue),
         "linestyle": drawn.line,
         "marker": drawn.marker,
         "fillstyle": drawn.fill,
         "markerfacecoloralt": "white",
-        "markeredgewidth": 0 if drawn.fill == "full" else 0.8,
+        "markeredgewidth": 0.6,
     }
 
 

@@ -20,7 +20,8 @@ class EngineConfig:
     streams: int = 3
     """CUDA streams: 1 all work in order, 2 compute and copies, 3 compute, loads and stores (and fetched activations)."""
     checkpoint_interval: int = 1
-    """Keep every K-th layer's input; 1 recomputes each layer once, more saves memory for one extra forward."""
+    """Keep every K-th layer's input; 1 recomputes each layer once, more saves memory for one extra forward; -1: the smallest that
+    `placement` finds room for."""
     gradient_slabs: int = 0
     """Pinned host gradient slabs that the layers share; 0 gives every layer its own."""
     device_optimizer: int = 0
@@ -52,13 +53,15 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         at_least_one, or_auto = (
-            ("depth", "checkpoint_interval", "loss_chunk"),
-            ("device_optimizer", "keep_activations", "offload_activations"),
+            ("depth", "loss_chunk"),
+            ("checkpoint_interval", "device_optimizer", "keep_activations", "offload_activations"),
         )
         for name in (*at_least_one, *or_auto, "gradient_slabs", "mlp_chunk", "num_threads"):
             value, least = getattr(self, name), int(name in at_least_one) - int(name in or_auto)
             if type(value) is not int or value < least:
                 raise ValueError(f"system.{name}: got {value!r}, allowed an integer >= {least}; set system.{name}={max(least, 0)}")
+        if self.checkpoint_interval == 0:
+            raise ValueError("system.checkpoint_interval: got 0, allowed -1 or an integer >= 1; set system.checkpoint_interval=1")
         if self.num_threads > MAX_THREADS:
             raise ValueError(
                 f"system.num_threads: got {self.num_threads}, allowed an integer 0 to {MAX_THREADS}; set system.num_threads=0"
@@ -66,7 +69,7 @@ class EngineConfig:
         for name in ("optimizer_overlap", "late_moments", "compile", "poison"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"system.{name}: got {getattr(self, name)!r}, allowed true or false; choose one of these")
-        if self.offload_activations and self.checkpoint_interval > 1:
+        if self.offload_activations and self.checkpoint_interval != 1:
             raise ValueError(
                 f"system.offload_activations: got {self.offload_activations}, allowed 0 where system.checkpoint_interval is "
                 f"{self.checkpoint_interval}; set system.checkpoint_interval=1"

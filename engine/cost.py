@@ -26,7 +26,7 @@ LAYER_EFFICIENCY = 0.88
 """Rate of a decoder layer's products over that of one large matrix product: fitted, as LAYER_BANDWIDTH, to 65 rows of 0.5B to
 7B, H200 (docs/log.md)."""
 ATTENTION_EFFICIENCY = 0.68
-"""The same of causal attention in a fused kernel: 0.68 at 128K, 256K and 512K tokens, 7B, 0.75 at 64K (docs/log.md, 47, 68)."""
+"""The same of causal attention in a fused kernel, 7B: 0.68 at 128K tokens, 0.67 at 256K and 512K, 0.74 at 64K (log.md, 47, 68)."""
 LAYER_BANDWIDTH = 0.75
 """Bandwidth that the layer's other kernels reach, over that of one large copy on the device."""
 HEAD_EFFICIENCY = 0.9

@@ -131,9 +131,9 @@ class MegaTrain:
 
     @property
     def placement(self) -> dict[str, int]:
-        """Where things live, as asked for or chosen: numbers of blocks on the device, of layers kept and offloaded."""
-        p = self.pipeline
-        return {"device_blocks": p.device_blocks, "kept_layers": p.kept_layers, "offloaded_layers": p.offloaded_layers}
+        """As asked for or chosen: numbers of blocks on the device, of layers kept and offloaded, of layers between kept inputs."""
+        names = ("device_blocks", "kept_layers", "offloaded_layers", "checkpoint_interval")
+        return {name: getattr(self.pipeline, name) for name in names}
 
     def plan(self) -> Plan:
         """Closed-form bytes by kind; allocates nothing."""

@@ -1,4 +1,5 @@
-"""Chooses what to put into the device memory that streaming leaves free, and which activations wait on the host.
+"""Chooses what to put into the device memory that streaming leaves free, which activations wait on the host, and how many layers'
+inputs there is room for.
 
 Invariant: of the placements tried whose closed-form bytes fit device and host, the one whose simulated step is the
 shortest, and of equals the one with the fewest offloaded layers, then the fewest device bytes.
@@ -20,6 +21,14 @@ USABLE_HOST = 0.9
 """Share of the host's memory to fill; the rest is the kernel's, for pages and pinned memory too. At 94% a run was killed."""
 EQUAL = 1e-3
 """Share of a step by which two placements may differ and still count as equally fast."""
+
+
+def checkpoint_interval(pipeline: Pipeline, *, fits: Callable[[Pipeline], bool], device_bytes: Callable[[Pipeline], int]) -> int:
+    """The fewest layers between two kept inputs with which the pipeline fits, with nothing placed that is left to `choose`; where
+    none fits, that of the fewest device bytes."""
+    placed = {name: max(0, getattr(pipeline, name)) for name in ("device_blocks", "kept_layers", "offloaded_layers")}
+    tried = [replace(pipeline, checkpoint_interval=number, **placed) for number in range(1, pipeline.num_layers + 1)]
+    return next(filter(fits, tried), min(tried, key=device_bytes)).checkpoint_interval
 
 
 def choose(

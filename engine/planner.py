@@ -67,6 +67,10 @@ class Planner:
 
     def placed(self, p: Pipeline) -> Pipeline:
         """`p` with what was left to `placement` chosen; on the CPU nothing is gained by moving things."""
+        if p.checkpoint_interval == placement.AUTO:
+            gpu = self.device.type == "cuda"
+            interval = placement.checkpoint_interval(p, fits=self._fits, device_bytes=self._device_total) if gpu else 1
+            p = replace(p, checkpoint_interval=interval)
         if p.offloaded_layers and self.device.type == "cuda":
             p = replace(p, evict_visits=self._evict_visits(p))
         asked = {name: getattr(p, name) for name in ("device_blocks", "kept_layers", "offloaded_layers")}

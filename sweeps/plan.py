@@ -112,8 +112,9 @@ def layer_map(engine: MegaTrain) -> list[str]:
         return ("B" if kept else "D") if p.on_device(block) else ("K" if kept else "·")
 
     letters = "".join(map(letter, range(p.num_blocks)))
+    every = f", an input kept every {p.checkpoint_interval} layers" if p.checkpoint_interval > 1 else ""
     return [
-        f"  {letters[0]} {letters[1:-1]} {letters[-1]}   (embed, {p.num_layers} layers, head)",
+        f"  {letters[0]} {letters[1:-1]} {letters[-1]}   (embed, {p.num_layers} layers, head{every})",
         "  · streamed, recomputed   K activations kept   O offloaded   D weights and optimizer on the device   B D+K   P D+O",
     ]
 

@@ -241,6 +241,11 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(_keyed(value), sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
+def file_id(path: Path) -> str:
+    """What tells one file of rows from others on this machine, here and in W&B."""
+    return digest(str(path.resolve()))
+
+
 def _keyed(value: Any) -> Any:
     """The same with text for keys, as JSON has them: keys of two types cannot be sorted."""
     if isinstance(value, Mapping):

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sweeps.result import HISTORY, Row, digest, history, packed, read_rows
+from sweeps.result import HISTORY, Row, digest, file_id, history, packed, read_rows
 
 DEFAULTS = {"project": "megatrain-bench", "mode": "offline", "cell": ""}
 MODES = ("offline", "online")
@@ -39,7 +39,7 @@ def offline_run(row: Row, folder: Path, project: str) -> Path | None:
 def config_of(row: Row, file: Path, position: int) -> dict[str, Any]:
     """The run's config: the cell's, for W&B's tables, and the row with its place in the file, for `analysis.load`."""
     shown = {**row.config, "machine": row.machine, "versions": row.versions, "cell": row.cell}
-    return shown | {"file": digest(str(file.resolve())), "position": position, "row": packed(row)}
+    return shown | {"file": file_id(file), "position": position, "row": packed(row)}
 
 
 def upload(row: Row, file: Path, position: int, mode: str, project: str) -> Path:

@@ -135,15 +135,20 @@ def crossed_box(share: float, left_pt: float = HALF_PT) -> tuple[Range, Range]:
     return (-left_pt, 5 + HALF_PT), (PANEL_PT * share - HALF_PT, PANEL_PT * share + HALF_PT)
 
 
-def set_apart(axes: Axes, claimed: Sequence[Range], flagged: Sequence[Range], lines: Sequence[Line], taken: Taken) -> bool:
-    """A dagger above each flagged claim, below where something is there; each line's letter at its end; and a point by itself that
-    would lie on a claim, a line's point, a cross or another such point, moved beside it; whether any was moved.
-
-    claimed, flagged: (place, height).
-    """
-    unit, moved = PANEL_PT / axes.get_ylim()[1], False
+def keep_clear(axes: Axes, claimed: Sequence[Range], taken: Taken) -> None:
+    """Nothing that is placed from now on lies on these points, (place, height); the axes' limits are set."""
+    unit = PANEL_PT / axes.get_ylim()[1]
     for at, value in claimed:
         taken.add(at, (-HALF_PT, HALF_PT), (unit * value - HALF_PT, unit * value + HALF_PT))
+
+
+def set_apart(axes: Axes, flagged: Sequence[Range], lines: Sequence[Line], taken: Taken) -> bool:
+    """A dagger above each flagged claim, below where something is there; each line's letter at its end; and a point by itself that
+    would lie on a line's point, a cross, another such point or what is to be kept clear, moved beside it; whether any was moved.
+
+    flagged: (place, height).
+    """
+    unit, moved = PANEL_PT / axes.get_ylim()[1], False
     for line in (line for line in lines if line.joined):
         for at in line.heights:
             taken.add(at, *line.box(at, unit))

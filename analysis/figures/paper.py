@@ -20,7 +20,7 @@ from analysis import load, style
 from analysis.cells import Cell, percent, variants
 from analysis.effects import Change, setting_changes
 from analysis.figures import layout
-from analysis.figures.apart import Crosses, Line, Taken, set_apart
+from analysis.figures.apart import Crosses, Line, Taken, keep_clear, set_apart
 from analysis.paper import ATTENTION, Claim, cells_for, cells_in, claims, place_of, tflops
 
 SIZES = {"3B": 3.0, "7B": 7.6, "14B": 14.8, "32B": 32.8}
@@ -70,18 +70,19 @@ def line_panel(
 ) -> None:
     """Claims of each system over `place`, and what was measured for the same places, in TFLOPS under `formula`.
 
-    A line is one system and preset on one machine; its last point and what had no room carry the machine's mark. A point by itself
-    that would lie on another stands beside it.
+    A line is one system and preset of one study on one machine; its last point and what had no room carry the machine's mark. A
+    point by itself that would lie on another stands beside it.
     """
-    mine: dict[tuple[str, str | None, str], dict[float, Cell]] = {}
+    mine: dict[tuple[str, str | None, str, tuple[str, str]], dict[float, Cell]] = {}
     for one in told:
         for cell in cells_for(one, cells):
-            mine.setdefault((cell.standing.system, cell.preset, cell.machine), {})[place(one)] = cell
-    refused: dict[tuple[str, str | None, float, str], list[str]] = {}
-    for (system, preset, machine), points in mine.items():
+            mine.setdefault((cell.standing.system, cell.preset, cell.machine, cell.study), {})[place(one)] = cell
+    refused: dict[tuple[str, str | None, float, str], tuple[str, list[str]]] = {}
+    for (system, preset, machine, _), points in mine.items():
         for at, cell in points.items():
             if not cell.standing.measured:
-                refused.setdefault((system, preset, at, cell.standing.status_label), []).append(marks[machine])
+                what = cell.standing.status_label
+                refused.setdefault((system, preset, at, what), (cell.standing.status, []))[1].append(marks[machine])
     places, width_in = sorted({place(one) for one in told}), style.PAGE_IN / 2 - 0.8
     layout.log2_axis(axes, places, _tick, width_in, MARGIN)
     taken, lines, flagged = Taken(axes, width_in, places), list[Line](), list[tuple[float, float]]()
@@ -89,18 +90,20 @@ def line_panel(
     for system in dict.fromkeys(one.system for one in told):
         flagged += _claims(axes, system, [one for one in told if one.system == system], place, crosses)
     looks = variants(cells)
-    for (system, preset, machine), points in mine.items():
-        look = style.curve(system, looks[system, preset]) | {"markersize": 3.8}
-        look["label"] = f"{style.name_of(system)} {preset or ''}".strip()
+
+    def look(system: str, preset: str | None) -> dict[str, Any]:
+        label = f"{style.name_of(system)} {preset or ''}".strip()
+        return style.curve(system, looks[system, preset]) | {"markersize": 3.8, "label": label}
+
+    for (system, preset, machine, _), points in mine.items():
         measured = {at: cell for at, cell in points.items() if cell.standing.measured}
-        lines += [_measured(axes, measured, formula, look, marks[machine])] if measured else []
-        for at, cell in points.items():
-            told_as = cell.standing.status_label
-            if where := refused.pop((system, preset, at, told_as), []):  # one cross for all machines
-                crosses.add(look["label"], at, look, cell.standing.status, f"{told_as} here", ", ".join(filter(None, where)))
+        lines += [_measured(axes, measured, formula, look(system, preset), marks[machine])] if measured else []
     axes.set_ylim(0, 1.15 * axes.dataLim.ymax)
-    claimed = [(place(one), one.value) for one in told if one.value is not None]
-    set_apart(axes, claimed, flagged, lines, taken)
+    keep_clear(axes, [(place(one), one.value) for one in told if one.value is not None], taken)
+    for (system, preset, at, told_as), (status, where) in refused.items():  # one cross for all machines
+        marker = look(system, preset)
+        crosses.add(marker["label"], at, marker, status, f"{told_as} here", ", ".join(filter(None, where)))
+    set_apart(axes, flagged, lines, taken)
     if not lines:
         place_of_words: Any = {"transform": axes.transAxes, "ha": "left", "va": "top"}
         axes.text(0.02, 0.98, "not measured here yet", fontsize=6.5, color=style.MUTED, **place_of_words)

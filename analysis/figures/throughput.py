@@ -38,8 +38,8 @@ class Series:
 
     label: str
     system: str
-    study: str
-    """Empty for lone points, which nothing joins."""
+    study: tuple[str, ...]
+    """Experiment and file; empty for lone points, which nothing joins."""
     variant: int
     points: dict[int, Cell]
 
@@ -121,14 +121,14 @@ def series_of(cells: list[Cell], scale: Scale, looks: dict[Family, int]) -> list
 
     A study that has one place alone is no line: its points stand with those of the other such studies.
     """
-    places: dict[tuple[Family, str], set[int | None]] = {}
+    places: dict[tuple[Family, tuple[str, str]], set[int | None]] = {}
     for one in cells:
-        places.setdefault((one.family, one.experiment), set()).add(scale.value(one))
-    found: dict[tuple[Family, str], Series] = {}
+        places.setdefault((one.family, one.study), set()).add(scale.value(one))
+    found: dict[tuple[Family, tuple[str, ...]], Series] = {}
     for one in cells:
         value = scale.value(one)
         assert value is not None
-        study = one.experiment if len(places[one.family, one.experiment]) > 1 else ""
+        study: tuple[str, ...] = one.study if len(places[one.family, one.study]) > 1 else ()
         new = Series(label=one.family_name, system=one.standing.system, study=study, variant=looks[one.family], points={})
         mine = found.setdefault((one.family, study), new)
         if stands_for(one, mine.points.get(value)):
@@ -159,7 +159,7 @@ def panel(axes: Axes, cells: list[Cell], scale: Scale, looks: dict[Family, int],
     axes.set_ylim(0, 1.18 * top)
     taken = Taken(axes, width_in, values, REACH)
     drawn = [line for one in lines if (line := _series(axes, one, scale, rows.get(one.label, 0.0), taken))]
-    moved = set_apart(axes, (), (), drawn, taken)
+    moved = set_apart(axes, (), drawn, taken)
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if top > 5 else f"{value:g}"))
     axes.set_xlabel(f"{scale.name}\n({scale.told(cells)})")

@@ -97,11 +97,14 @@ def machines_of(*found: dict[str, Any]) -> list[str]:
 def test_rows_of_several_machines_of_a_kind_say_so() -> None:
     slow, fast = {"matrix_peak_tflops": 680.0}, {"matrix_peak_tflops": 700.4}
     assert machines_of({}) == machines_of(slow, slow) == []
-    told = "Rows of 2 machines of this kind; differences between them, up to 3.0% in their matrix peak, are in these numbers."
+    told = (
+        "Rows of several machines of this kind, whose matrix peaks read 680 to 700 TFLOPS; differences between them are in these "
+        "numbers."
+    )
     assert machines_of(slow, fast, slow) == [told]
     assert machines_of(slow | {"boot": "01234567"}, fast | {"boot": "01234567"}) == [], "one machine, its peak measured twice"
     assert machines_of({"boot": "01234567"}, {"boot": "89abcdef"}) == [
-        "Rows of 2 machines of this kind; differences between them are in these numbers."
+        "Rows of several machines of this kind; differences between them are in these numbers."
     ]
     rows = ladder_rows()
     rows[0] = dataclasses.replace(rows[0], machine=H200 | fast)

@@ -67,7 +67,7 @@ def test_page_size_and_panels(h200: Figure) -> None:
     assert h200.get_size_inches()[0] == style.PAGE_IN
     assert [axes.get_title(loc="left") for axes in h200.axes] == ["Throughput", "Peak memory", "Training loss", ""]
     assert [axes.get_xlabel() for axes in h200.axes] == [
-        "tokens / s (95% interval)\nat the bars: × ZeRO-3",
+        "tokens / s\n(95% interval of 3 to 5 windows)\nat the bars: × ZeRO-3",
         "GB (10⁹ bytes)",
         "",
         "optimizer step",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pandas as pd
@@ -175,6 +176,16 @@ def test_every_row_of_a_batch_study_says_which_it_is() -> None:
     assert studies.sentence(study(fast)).startswith(told)
 
 
+def test_the_sentence_is_of_systems_that_ran_on_one_machine() -> None:
+    def sentence(boot_of: Callable[[Row], str]) -> str:
+        rows = [dataclasses.replace(one, machine={**one.machine, "boot": boot_of(one)}) for one in batch_rows()]
+        return studies.sentence(study(rows))
+
+    fast = sentence(lambda one: "b" if (one.preset, one.batch_size) == ("fast", 8) else "a")
+    assert fast.startswith("At batch 2 MegaTrain fast is the fastest: 2.00x")
+    assert sentence(lambda one: str(one.preset)).startswith("At batch 8 "), "there is no other"
+
+
 def test_systems_that_share_no_place_are_one_series() -> None:
     rows = [scaled(1, 1024 << n, 1.0 * 4**n, preset=preset) for n, preset in enumerate(("stream", "stream", "long", "long"))]
     lines = by_label(rows, 2)
@@ -188,6 +199,10 @@ def test_systems_that_share_no_place_are_one_series() -> None:
     assert [line[1] for line in lines.values()] == ["change from the fastest", "—", "−50.0%", "−75.0%", "−87.5%"]
     told = "MegaTrain stream at 1,024 tokens a sequence is the fastest (1,024 tokens/s); MegaTrain long at 8,192 tokens a sequence"
     assert studies.sentence(study(rows)).startswith(f"{told} the slowest, −87.5%")
+    settings = [config(checkpoint_interval=4 if one.seq_len == 8192 else 1) for one in rows]
+    configs = [one | {"shape": {"seq_len": each.seq_len}} for one, each in zip(settings, rows, strict=True)]
+    apart = [dataclasses.replace(one, config=composed) for one, composed in zip(rows, configs, strict=True)]
+    assert study(apart).notes == ["MegaTrain long at 8,192 tokens a sequence: checkpoint interval 4, not 1"]
 
 
 def test_a_capped_device_hides_no_system_and_is_no_comparison() -> None:

@@ -123,7 +123,7 @@ def test_ladder_is_cumulative() -> None:
     assert [label.get_text() for label in axes.get_yticklabels()] == ["paper", "+ own slabs", "+ overlap", "+ fast"]
     assert words(axes) == ["1.00×", "1.20× (+20.0%)", "1.50× (+25.0%)", "3.00× (+100.0%)"]
     assert [bar.get_width() for bar in axes.patches] == pytest.approx([32768 / step for step in (6, 5, 4, 2)])  # type: ignore[attr-defined]
-    assert axes.get_xlabel() == "tokens / s (95% interval)"
+    assert axes.get_xlabel() == "tokens / s\n(95% interval of 3 windows)"
 
 
 def test_bars_of_any_factors() -> None:

@@ -10,7 +10,7 @@ from engine.cost import ADAMW_SHARE, LAYER_EFFICIENCY, UPDATE_BYTES, WEIGHTS_BYT
 from engine.host import HostSpec
 from engine.layout import Layout, pack
 from engine.pipeline import Pipeline
-from engine.placement import AUTO, EQUAL, choose
+from engine.placement import AUTO, EQUAL, checkpoint_interval, choose
 from engine.plan import Widths
 from engine.schedule import Op, build
 from engine.timeline import Interval, last_step, simulate, window_s
@@ -167,6 +167,17 @@ def test_an_idle_link_takes_activations_and_a_slow_one_none():
 def test_a_number_given_is_kept():
     found = chosen(replace(PIPELINE, kept_layers=AUTO, device_blocks=2), 50)
     assert (found.device_blocks, found.kept_layers) == (2, 4)
+
+
+def test_the_fewest_layers_between_kept_inputs_that_fit():
+    def kept(pipeline: Pipeline) -> int:
+        between = pipeline.checkpoint_interval
+        return -(-pipeline.num_layers // between) + between - 1 + bytes_of(pipeline)
+
+    asked = replace(PIPELINE, checkpoint_interval=AUTO, device_blocks=AUTO, kept_layers=AUTO)
+    assert asked.num_layers == 8
+    for budget, interval in ((8, 1), (7, 2), (5, 2), (4, 2), (-1, 2)):
+        assert checkpoint_interval(asked, fits=lambda p, most=budget: kept(p) <= most, device_bytes=kept) == interval
 
 
 def test_nothing_fits_is_the_smallest_for_plan_to_refuse():

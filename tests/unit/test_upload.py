@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.server
 import json
 import math
@@ -57,6 +58,16 @@ def uploaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]
     done = upload(path.parent)
     assert done.returncode == 0, done.stderr
     return path, done.stdout.split()
+
+
+def test_files_stay_apart(tmp_path: Path) -> None:
+    """Two studies of one name are two runs, also when they come back from W&B."""
+    for name, hour in (("a", 1), ("b", 2)):
+        save(tmp_path / f"{name}.jsonl", [dataclasses.replace(one, started_at=f"2026-11-22T0{hour}:00:00Z") for one in rows()[:2]])
+    assert upload(tmp_path).returncode == 0
+    back = load.frame(tmp_path / "wandb")
+    assert same(back, load.frame(tmp_path))
+    assert [len(part) for part in load.by_file(back)] == [2, 2]
 
 
 def same(one: pd.DataFrame, other: pd.DataFrame) -> bool:
@@ -120,7 +131,9 @@ def test_a_run_whose_writer_was_killed_is_told_and_made_again(uploaded: tuple[Pa
     assert upload(path).returncode == 0
     assert len(list(torn.parent.glob("offline-run-*"))) == 3
     log.write_bytes(b"")
-    assert same(load.frame(torn.parent), load.frame(path))
+    again, there = load.frame(torn.parent), load.frame(path)
+    assert list(again["file"] == there["file"]) == [True, False], "the other was uploaded from another folder"
+    assert same(again.drop(columns="file"), there.drop(columns="file"))
 
 
 @pytest.mark.parametrize("one", rows(), ids=lambda one: one.system)
