@@ -104,7 +104,7 @@ class Standing:
 
 
 def speed_axis(standings: Iterable[Standing]) -> str:
-    """Title of an axis of speeds, with what its intervals are of: windows of one run, or repeats, which also tell of what a run met."""
+    """Title of an axis of speeds, with what its intervals are of: windows of one run, or repeats of it."""
     samples = [
         (one.speed.num_samples, one.num_repeats > 1) for one in standings if one.speed is not None and one.speed.has_interval
     ]
