@@ -1,4 +1,4 @@
-"""A study of conf/ablation through its real command: sweeps.run's main, Hydra's multirun, a process a cell, the report."""
+"""Every study of conf/ablation through its real command: sweeps.run's main, Hydra's multirun, a process a cell, the report."""
 
 import os
 import subprocess
@@ -22,15 +22,65 @@ SMALL = [
     "model.config.num_attention_heads=2",
 ]
 
+QUICK = ["measure=brief", "logging=none", "data.max_bytes=65536"]
+TWO_CELLS = {
+    "batch_size": ["shape.batch_size=2,4", "system=megatrain"],
+    "checkpoint_interval": ["system.checkpoint_interval=1,4"],
+    "context_length": ["shape.seq_len=16,64"],
+    "device_memory": ["machine.device_bytes=16000000000", "system=megatrain_fast,zero3"],
+    "double_buffering": ["system.depth=1,2", "system.streams=3"],
+    "gradient_slabs": ["system.gradient_slabs=0,2"],
+    "ladder": ["+rung=0_paper,8_fast"],
+    "model_size": ["model=tiny,qwen2.5-0.5b", "machine.host_bytes=2000000000", "system=megatrain"],
+    "optimizer_overlap": ["system.optimizer_overlap=true,false", "recipe.clip_norm=1.0"],
+    "pinned": ["system.pinned=exact,none"],
+    "placement": [
+        "system.keep_activations=0,-1",
+        "system.device_optimizer=0",
+        "system.offload_activations=0",
+        "system.compile=false",
+    ],
+    "precision": ["system.master=split,bf16"],
+    "width": [
+        "model.config={hidden_size:64,num_attention_heads:1,num_key_value_heads:1},{hidden_size:128,num_attention_heads:2}",
+        "system=megatrain",
+    ],
+}
+"""Of each study, with the quickstart's model; depth has a test of its own."""
 
-@pytest.mark.timeout(300)
-def test_a_study_goes_from_its_command_to_its_figure(tmp_path: Path) -> None:
-    study = ["+ablation=depth", "system=megatrain", "model.config.num_hidden_layers=1,2"]
-    command = [sys.executable, "-m", "sweeps.run", *study, *SMALL, f"output_dir={tmp_path}"]
+
+def ran(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """One command, ended well."""
+    command = [sys.executable, "-m", "sweeps.run", *arguments, f"output_dir={folder}"]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "conf" / "ablation").glob("*.yaml") if path.stem != "depth"))
+def test_every_study_goes_from_its_command_to_its_figure(name: str, tmp_path: Path) -> None:
+    own = TWO_CELLS[name]
+    model = [] if any(one.startswith("model=") for one in own) else ["model=tiny"]
+    done = ran(tmp_path, f"+ablation={name}", *model, *QUICK, *own)
+    assert f"{name}: 2 cells, 0 already measured" in done.stdout
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert [row.status for row in rows] == ["ok", "wont_fit" if name == "model_size" else "ok"]
+    assert {row.experiment for row in rows} == {name}
+    table = [line for line in (tmp_path / "report.md").read_text().splitlines() if line.startswith("|")]
+    assert len(table) == 2 + len(rows)
+    for row in rows:
+        assert f"| {row.tokens_per_s:,.0f} |" in "".join(table).replace("*", "") if row.tokens_per_s else row.reason
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.timeout(300)
+def test_the_table_of_a_study_is_of_its_rows(tmp_path: Path) -> None:
+    study = ["+ablation=depth", "system=megatrain", "model.config.num_hidden_layers=1,2"]
+    done = ran(tmp_path, *study, *SMALL)
     rows = read_rows(tmp_path / "rows.jsonl")
     assert [(row.experiment, row.status) for row in rows] == [("depth", "ok")] * 2
     assert [row.config["model"]["config"]["num_hidden_layers"] for row in rows] == [1, 2]
