@@ -189,8 +189,9 @@ def change(cell: Cell, base: Cell | None) -> Estimate | None:
 
 
 def percent(change: float, digits: int = 1) -> str:
-    """A signed percentage with a true minus."""
-    return f"{change:+.{digits}%}".replace("-", "−")
+    """A signed percentage with a true minus; what rounds to nothing has no sign."""
+    told = f"{change:+.{digits}%}"
+    return told.replace("-", "−") if float(told[:-1]) else told[1:]
 
 
 def named(key: str) -> str:
