@@ -50,7 +50,8 @@ class Study:
     @property
     def ablates(self) -> bool:
         """Whether it takes a part away from a system, or memory from its device: not for comparisons, nor with the paper."""
-        return self.kind in ("ladder", "grid", "factor") or self.scale_name == "device_bytes"
+        capped = any(one.config.get("machine.device_bytes") for one in self.cells)
+        return capped or self.kind in ("ladder", "grid", "factor") or self.scale_name == "device_bytes"
 
     @property
     def best(self) -> Cell | None:

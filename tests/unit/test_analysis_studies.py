@@ -212,6 +212,7 @@ def test_a_capped_device_hides_no_system_and_is_no_comparison() -> None:
     assert lines["ZeRO-3", "16 GB"][0] == "OOM (device)"
     assert lines["MegaTrain fast", "24 GB"][1] == "4.00x"
     assert studies.unablated(load.from_rows(rows)).empty
+    assert studies.unablated(load.from_rows([one for one in rows if "16000000000" in str(one.config)])).empty, "of one size too"
     rows = capped_rows(16 * 10**9, None)
     rows[0].config["system"]["depth"] = 3
     assert study(rows).kind == "comparison", "a system of which more is varied"

@@ -174,9 +174,8 @@ def test_the_fewest_layers_between_kept_inputs_that_fit():
         between = pipeline.checkpoint_interval
         return -(-pipeline.num_layers // between) + between - 1 + bytes_of(pipeline)
 
-    asked = replace(PIPELINE, checkpoint_interval=AUTO, device_blocks=AUTO, kept_layers=AUTO)
-    assert asked.num_layers == 8
-    for budget, interval in ((8, 1), (7, 2), (5, 2), (4, 2), (-1, 2)):
+    asked = Pipeline(num_layers=28, checkpoint_interval=AUTO, device_blocks=AUTO, kept_layers=AUTO)
+    for budget, interval in ((28, 1), (27, 2), (15, 2), (14, 3), (11, 4), (9, 4)):  # of 10 by 4 as by 5, none fits 9
         assert checkpoint_interval(asked, fits=lambda p, most=budget: kept(p) <= most, device_bytes=kept) == interval
 
 
