@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -101,18 +101,6 @@ class Standing:
         if not self.measured or seen is None or planned is None or seen >= MISSED * planned:
             return None
         return f"{seen / 1e9:.1f} GB of host memory seen of {planned / 1e9:.1f} GB planned: sampled too early"
-
-
-def speed_axis(standings: Iterable[Standing]) -> str:
-    """Title of an axis of speeds, with what its intervals are of: windows of one run, or repeats of it."""
-    samples = [
-        (one.speed.num_samples, one.num_repeats > 1) for one in standings if one.speed is not None and one.speed.has_interval
-    ]
-    if not samples:
-        return "tokens / s"
-    numbers = sorted({number for number, _ in samples})
-    of = " or ".join(sorted({"repeats" if repeated else "windows" for _, repeated in samples}, reverse=True))
-    return f"tokens / s\n(95% interval of {' to '.join(dict.fromkeys(map(str, (numbers[0], numbers[-1]))))} {of})"
 
 
 def pooled(repeats: list[Standing]) -> Standing:

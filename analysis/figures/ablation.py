@@ -20,7 +20,6 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from analysis import machines, style
 from analysis.cells import Cell, change, named, percent, variants, worded
 from analysis.figures import layout
-from analysis.standing import speed_axis
 from analysis.studies import Study, rung_name, study_of
 
 HEAT = LinearSegmentedColormap.from_list("loss", ["#f2f6fb", "#8cb4e0", "#1f5fa8", "#12305a"])
@@ -148,7 +147,7 @@ def _bars(study: Study, labels: list[str], told: list[str], meaning: str) -> Fig
         axes.set_ylim(len(labels) - 0.45, -0.55)
         axes.tick_params(axis="y", length=0)
         axes.set_xlim(0, 1.42 * top)
-        axes.set_xlabel(speed_axis(one.standing for one in study.cells))
+        axes.set_xlabel(layout.speed_axis(one.standing for one in study.cells))
         axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if top > 5 else f"{value:g}"))
         heading(figure, study, meaning)

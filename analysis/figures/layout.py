@@ -1,4 +1,4 @@
-"""What must fit a page: words over a figure, notes below its heading, names at the ticks of a logarithmic axis.
+"""What must fit a page: words over a figure, notes below its heading, names of axes and at the ticks of a logarithmic one.
 
 Invariant: widths are counted from characters, so the same words give the same figure.
 """
@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from analysis.standing import Standing
 
 SMALL_PER_IN = 20
 """Characters of 6.5 points that an inch holds."""
@@ -53,3 +55,15 @@ def noted(figure: Figure, notes: Sequence[str]) -> Figure:
         heading.set_text(f"{heading.get_text()}\n{lines}")
         figure.set_size_inches(width_in, height_in + LINE_IN * (lines.count("\n") + 1))
     return figure
+
+
+def speed_axis(standings: Iterable[Standing]) -> str:
+    """Title of an axis of speeds, with what its intervals are of: windows of one run, or repeats of it."""
+    samples = [
+        (one.speed.num_samples, one.num_repeats > 1) for one in standings if one.speed is not None and one.speed.has_interval
+    ]
+    if not samples:
+        return "tokens / s"
+    numbers = sorted({number for number, _ in samples})
+    of = " or ".join(sorted({"repeats" if repeated else "windows" for _, repeated in samples}, reverse=True))
+    return f"tokens / s\n(95% interval of {' to '.join(dict.fromkeys(map(str, (numbers[0], numbers[-1]))))} {of})"

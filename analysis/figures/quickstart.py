@@ -24,7 +24,7 @@ from analysis import machines, style
 from analysis.compare import Comparison, compare
 from analysis.figures import layout
 from analysis.scales import params_text
-from analysis.standing import Standing, speed_axis
+from analysis.standing import Standing
 from analysis.stats import Estimate
 from analysis.style import look
 from sweeps.result import LOSS_TOLERANCE
@@ -141,7 +141,7 @@ def throughput_panel(axes: Axes, comparison: Comparison) -> None:
         if one.differs:
             axes.annotate("numerics differ", end, (4, -4), textcoords="offset points", va="center", fontsize=6, color=style.ALARM)
     axes.set_title("Throughput")
-    unit = speed_axis(standings)
+    unit = layout.speed_axis(standings)
     axes.set_xlabel(f"{unit}\nat the bars: × {comparison.baseline.label}" if comparison.baseline else unit)
     axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if top > 5 else f"{value:g}"))

@@ -23,34 +23,13 @@ from sweeps.isolate import Outcome, guarded
 from sweeps.result import Row
 from sweeps.sinks import JsonlSink
 from tests.models import H200
+from tests.study_cells import overrides
 
 NAMES = sorted(path.stem for path in (auto.CONF / "ablation").glob("*.yaml"))
 CELLS = {"double_buffering": 12, "ladder": 9, "placement": 8, "context_length": 10, "pinned": 3, "width": 5}
 """Studies whose size, of one system, is part of what they are."""
-SHRUNK = {
-    "model_size": ["model=tiny,qwen2.5-0.5b", "machine.host_bytes=2000000000", "system=megatrain,zero3"],  # the second: no room
-    "depth": ["model.config.num_hidden_layers=1,2", "system=megatrain,zero3"],
-    "width": [
-        "model.config={hidden_size:64,num_attention_heads:1,num_key_value_heads:1},{hidden_size:128,num_attention_heads:2}",
-        "system=megatrain,zero3",
-    ],
-    "context_length": ["shape.seq_len=16,32"],
-    "device_memory": ["machine.device_bytes=16000000000,24000000000", "system=megatrain,zero3"],
-    "batch_size": ["shape.batch_size=2,4", "system=megatrain"],
-    "checkpoint_interval": ["system.checkpoint_interval=1,2"],
-    "double_buffering": ["system.depth=1,2", "system.streams=3"],
-    "gradient_slabs": ["system.gradient_slabs=2,0"],
-    "optimizer_overlap": ["recipe.clip_norm=1.0"],
-    "pinned": ["system.pinned=exact,none"],
-    "ladder": ["+rung=0_paper,4_recompute_once"],
-    "placement": [
-        "system.keep_activations=0,-1",
-        "system.device_optimizer=0",
-        "system.offload_activations=0",
-        "system.compile=false",
-    ],
-}
-"""Two cells of each system of each study that has more, without compilation."""
+BESIDE = {name: {"system": "megatrain,zero3"} for name in ("model_size", "depth", "device_memory", "width")}
+"""Studies of which ZeRO-3 is measured too."""
 WINDOW = {"event": "losses", "first_step": 0, "losses": [1.0], "seconds": 1.0, "num_tokens": 10}
 SMALL = [
     "measure=brief",
@@ -123,15 +102,14 @@ def test_every_study_runs_on_the_cpu_from_its_cells_to_its_figure(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(study, "run_isolated", in_this_process)
-    shrunk = SHRUNK.get(name, [])
-    taken = {override.split("=")[0] for override in shrunk}
-    model = [] if "model" in taken else ["model=tiny"]
-    small = [
-        override for override in SMALL if override.split("=")[0] not in taken and not ("model" in taken and "model." in override)
-    ]
+    own = overrides(name, BESIDE.get(name))
+    taken = {override.split("=")[0] for override in own}
+    small = [override for override in SMALL if override.split("=")[0] not in taken]
+    if name == "model_size":  # its models are what it varies
+        small = [override for override in small if not override.startswith("model.")]
     if "model.config" in taken:
         small = [override for override in small if "hidden_size" not in override and "heads" not in override]
-    cells = cells_of(f"+ablation={name}", *model, *small, *shrunk, f"output_dir={tmp_path}")
+    cells = cells_of(f"+ablation={name}", *small, *own, f"output_dir={tmp_path}")
     rows = [ran(one, f"[{number}]") for number, one in enumerate(cells)]
     mine = [row for row in rows if row.system == "megatrain"]
     assert [row.status for row in mine] == (["ok", "wont_fit"] if name == "model_size" else ["ok"] * len(mine))
