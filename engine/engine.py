@@ -202,7 +202,8 @@ class MegaTrain:
         """
         _, executor, _ = self._ready()
         assert tuple(batch.tokens.shape) == self.shape, f"batch of shape {tuple(batch.tokens.shape)}, expected {self.shape}"
-        loss = executor.run(batch, self._next_step)
+        with torch.autograd.set_multithreading_enabled(False):  # autograd's own thread keeps gradients longer: docs/log.md, 71
+            loss = executor.run(batch, self._next_step)
         self._next_step += 1
         return loss
 

@@ -72,6 +72,21 @@ def test_a_recorded_step_has_every_operation_of_the_schedule_and_changes_nothing
     assert 0 < timeline.busy_s("compute") < timeline.step_s
 
 
+def test_every_backward_runs_on_the_thread_that_submits_it(models, monkeypatch):
+    """On a GPU autograd's own thread holds gradients, the head's of 1 GB, for a while after `grad` has returned."""
+    threaded, real = [], torch.autograd.grad
+
+    def grad(*args, **kwargs):
+        threaded.append(torch._C._is_multithreading_enabled())
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    train(make_engine(models[torch.float32], keep_activations=1), 1)
+    assert threaded
+    assert not any(threaded)
+    assert torch._C._is_multithreading_enabled()  # the caller's own setting is back
+
+
 PLACEMENTS = [
     {"device_optimizer": 1},
     {"device_optimizer": 3, "keep_activations": 2},
