@@ -2,7 +2,8 @@
 inputs there is room for.
 
 Invariant: of the placements tried whose closed-form bytes fit device and host, the one whose simulated step is the
-shortest, and of equals the one with the fewest offloaded layers, then the fewest device bytes.
+shortest, and of equals the one with the fewest offloaded layers, then the fewest device bytes; but one that leaves nothing on the
+host where it fits and costs little.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ USABLE_HOST = 0.9
 """Share of the host's memory to fill; the rest is the kernel's, for pages and pinned memory too. At 94% a run was killed."""
 EQUAL = 1e-3
 """Share of a step by which two placements may differ and still count as equally fast."""
+RESIDENT = 0.02
+"""Share of a step to give for leaving no block on the host: no update is pending at a step's end (14% of a window of two at 3B), none
+depends on what else the CPU does, and host memory is free (docs/log.md, 74)."""
 
 
 def checkpoint_interval(pipeline: Pipeline, *, fits: Callable[[Pipeline], bool], device_bytes: Callable[[Pipeline], int]) -> int:
@@ -41,7 +45,7 @@ def choose(
     """`pipeline` with device_blocks, kept_layers and offloaded_layers chosen where they are AUTO.
 
     For given device blocks and offloaded layers the most kept layers that fit are best: one more saves a recomputation.
-    Of the other two a grid of at most 16 x 8 is tried, then every pair around its best.
+    Of the other two a grid of at most 16 x 8 is tried, then every pair around its best, then everything on the device.
     """
     blocks = range(pipeline.num_blocks + 1) if pipeline.device_blocks == AUTO else (pipeline.device_blocks,)
     offloads = range(pipeline.num_layers + 1) if pipeline.offloaded_layers == AUTO else (pipeline.offloaded_layers,)
@@ -64,7 +68,11 @@ def choose(
     if chosen is None:  # nothing fits: the smallest, which plan() will refuse
         return replace(pipeline, device_blocks=blocks[0], kept_layers=layers[0], offloaded_layers=offloads[0])
     near_blocks = _around(chosen.device_blocks, blocks, strides[0])
-    return best(itertools.product(near_blocks, _around(chosen.offloaded_layers, offloads, strides[1]))) or chosen
+    chosen = best(itertools.product(near_blocks, _around(chosen.offloaded_layers, offloads, strides[1]))) or chosen
+    everything, seconds = (blocks[-1], offloads[0]), found[chosen.device_blocks, chosen.offloaded_layers][0]
+    best([everything])
+    resident = found.get(everything) if everything[0] == pipeline.num_blocks else None
+    return resident[2] if resident and resident[0] <= seconds * (1 + RESIDENT) else chosen
 
 
 def _around(middle: int, values: Sequence[int], stride: int) -> list[int]:

@@ -10,7 +10,7 @@ from engine.cost import ADAMW_SHARE, LAYER_EFFICIENCY, UPDATE_BYTES, WEIGHTS_BYT
 from engine.host import HostSpec
 from engine.layout import Layout, pack
 from engine.pipeline import Pipeline
-from engine.placement import AUTO, EQUAL, checkpoint_interval, choose
+from engine.placement import AUTO, EQUAL, RESIDENT, checkpoint_interval, choose
 from engine.plan import Widths
 from engine.schedule import Op, build
 from engine.timeline import Interval, last_step, simulate, window_s
@@ -151,6 +151,18 @@ def test_the_choice_is_the_best_that_fits(budget):
         if bytes_of(other := replace(PIPELINE, device_blocks=device_blocks, kept_layers=kept)) <= budget
     ]
     assert step_s(found) <= (1 + EQUAL) * min(map(step_s, fitting))
+
+
+@pytest.mark.parametrize(("update_s", "on_host"), [(0.0001, False), (0.0005, False), (0.002, True)])
+def test_what_costs_little_leaves_nothing_to_the_cpu(update_s, on_host):
+    """The CPU's updates of some blocks hide behind the step, the device's hide nowhere: all of them there cost up to 2%."""
+    rates = replace(RATES, device_bytes=UPDATE_BYTES * NUMEL / update_s)
+    auto = replace(PIPELINE, device_blocks=AUTO, kept_layers=AUTO)
+    found = choose(auto, fits=lambda p: True, device_bytes=bytes_of, step_s=lambda p: step_s(p, rates))
+    fastest = min(step_s(replace(PIPELINE, device_blocks=blocks, kept_layers=8), rates) for blocks in range(11))
+    assert step_s(found, rates) <= (1 + RESIDENT) * fastest
+    assert (found.device_blocks < 10) is on_host
+    assert chosen(auto, 179).device_blocks < 10  # no room: the rest as ever
 
 
 def test_an_idle_link_takes_activations_and_a_slow_one_none():
