@@ -247,17 +247,17 @@ def cross(axes: Axes, x: float, y: float, **more: Any) -> None:
     axes.plot(x, y, **{"marker": "x", "color": ALARM, "markersize": 4, "clip_on": False, "linestyle": "", "zorder": 5, **more})
 
 
-def crossed(axes: Axes, x: float, share: float, looks: dict[str, Any], status: str, shift_pt: float = 0.0, **more: Any) -> None:
-    """A point of a line that was not measured: its marker at this share of the axes' height, a cross by its status beside it.
+def crossed(axes: Axes, x: float, down_pt: float, looks: dict[str, Any], status: str, shift_pt: float = 0.0, **more: Any) -> None:
+    """A point of a line that was not measured: its marker below the axis, where no value is, a cross by its status beside it.
 
-    shift_pt: how far to the right of its place, where several have the same. more: of the cross.
+    down_pt, shift_pt: how far below the axis, and to the right of its place, where several have the same. more: of the cross.
     """
     drawn_on = axes.get_figure(root=True)
     assert drawn_on is not None
-    low = axes.get_xaxis_transform() + ScaledTranslation(shift_pt / 72, 0, drawn_on.dpi_scale_trans)
-    axes.plot(x, share, transform=low, **(looks | {"linestyle": ""}))
+    low = axes.get_xaxis_transform() + ScaledTranslation(shift_pt / 72, -down_pt / 72, drawn_on.dpi_scale_trans)
+    axes.plot(x, 0, transform=low, **(looks | {"linestyle": "", "clip_on": False}))
     beside = low + ScaledTranslation(5 / 72, 0, drawn_on.dpi_scale_trans)
-    cross(axes, x, share, transform=beside, marker=CROSSES.get(status, "1"), **more)
+    cross(axes, x, 0, transform=beside, marker=CROSSES.get(status, "1"), **more)
 
 
 def whisker(axes: Axes, x: float, y: float, **ends: Any) -> None:

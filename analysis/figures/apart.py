@@ -1,4 +1,4 @@
-"""Points of one panel kept apart: what ran out of memory in rows above the axis, and side by side what would lie on another point.
+"""Points of one panel kept apart: what ran out of memory in rows below the axis, and side by side what would lie on another point.
 
 Invariant: a point moves sideways alone, by points of the page and never in its data, inside the axes and nearer its own place than
 the next; what a line joins stays where it is.
@@ -31,8 +31,8 @@ GAP_PT = 1.1
 """Between a point, or its letter, and the next beside it."""
 CROSS_PT = -16.0
 """From what is crossed to the next beside it."""
-ROW_SHARE = 0.055
-"""Height of a row of crosses, share of the panel's."""
+ROW_PT = 6.5
+"""Height of a row of crosses, below the axis."""
 DAGGER_PT = 9.0
 """How far above (or below) its claim a dagger ends."""
 Range = tuple[float, float]
@@ -122,17 +122,29 @@ class Crosses:
 
     def add(self, name: str, at: float, look: dict[str, Any], status: str, meaning: str, mark: str = "") -> None:
         """Draw one, with the letters of its machines on its left."""
-        share = 0.04 + ROW_SHARE * self.rows.setdefault(name, len(self.rows))
+        down_pt = below(self.rows.setdefault(name, len(self.rows)))
         left = BESIDE_PT + LETTER_PT * len(mark) if mark else HALF_PT
-        shift_pt = self.taken.aside(at, *crossed_box(share, left), CROSS_PT)
-        style.crossed(self.axes, at, share, look, status=status, shift_pt=shift_pt, label=meaning)
+        shift_pt = self.taken.aside(at, *crossed_box(down_pt, left), CROSS_PT)
+        style.crossed(self.axes, at, down_pt, look, status=status, shift_pt=shift_pt, label=meaning)
+        make_room(self.axes, len(self.rows))
         if mark:
-            _mark(self.axes, mark, (at, share), shift_pt - BESIDE_PT, "right", xycoords=self.axes.get_xaxis_transform())
+            where = self.axes.get_xaxis_transform()
+            _mark(self.axes, mark, (at, 0), (shift_pt - BESIDE_PT, -down_pt), "right", xycoords=where)
 
 
-def crossed_box(share: float, left_pt: float = HALF_PT) -> tuple[Range, Range]:
-    """What a marker at this share of the axes' height and the cross beside it take, points; left_pt: on the marker's left."""
-    return (-left_pt, 5 + HALF_PT), (PANEL_PT * share - HALF_PT, PANEL_PT * share + HALF_PT)
+def below(row: int) -> float:
+    """How far below the axis a row of crosses is, points; row: from 0."""
+    return ROW_PT * (row + 0.8)
+
+
+def make_room(axes: Axes, num_rows: int) -> None:
+    """Move the names of the ticks below so many rows of crosses."""
+    axes.tick_params(axis="x", pad=below(num_rows) - ROW_PT / 2)
+
+
+def crossed_box(down_pt: float, left_pt: float = HALF_PT) -> tuple[Range, Range]:
+    """What a marker so far below the axis and the cross beside it take, points; left_pt: on the marker's left."""
+    return (-left_pt, 5 + HALF_PT), (-down_pt - HALF_PT, -down_pt + HALF_PT)
 
 
 def keep_clear(axes: Axes, claimed: Sequence[Range], taken: Taken) -> None:
@@ -164,7 +176,7 @@ def set_apart(axes: Axes, flagged: Sequence[Range], lines: Sequence[Line], taken
             _move(axes, line.artists, shift_pt)
             moved = True
         if line.mark:
-            _mark(axes, line.mark, (at, height), shift_pt + BESIDE_PT, "left")
+            _mark(axes, line.mark, (at, height), (shift_pt + BESIDE_PT, 0), "left")
     return moved
 
 
@@ -176,9 +188,9 @@ def _dagger(axes: Axes, at: float, value: float, unit: float, taken: Taken) -> N
     axes.annotate("†", (at, value), (0, 3 if above else -2), fontsize=6.5, **place)
 
 
-def _mark(axes: Axes, mark: str, at: Range, right_pt: float, side: str, **more: Any) -> None:
+def _mark(axes: Axes, mark: str, at: Range, offset_pt: Range, side: str, **more: Any) -> None:
     place: Any = {"textcoords": "offset points", "ha": side, "va": "center", **more}
-    axes.annotate(mark, at, (right_pt, 0), fontsize=6, color=style.MUTED, path_effects=[HALO], **place)
+    axes.annotate(mark, at, offset_pt, fontsize=6, color=style.MUTED, path_effects=[HALO], **place)
 
 
 def _move(axes: Axes, artists: Sequence[Artist], shift_pt: float) -> None:

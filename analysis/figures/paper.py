@@ -38,7 +38,7 @@ def figure(frame: pd.DataFrame) -> Figure:
     machines = dict.fromkeys(cell.machine for one in (*headline, *context, *depth) for cell in cells_for(one, cells))
     marks = {machine: chr(ord("a") + number) if len(machines) > 1 else "" for number, machine in enumerate(machines)}
     with style.context():
-        drawn = style.new_figure(style.PAGE_IN, 5.0)
+        drawn = style.new_figure(style.PAGE_IN, 5.7)
         panels = drawn.subplots(2, 2)
         line_panel(panels[0, 0], headline, cells, lambda one: SIZES[one.model], "6P", marks)
         _name(panels[0, 0], "Model size, T = 1024", "parameters (10⁹)", "TFLOPS (6P)")

@@ -2,8 +2,8 @@
 
 Invariant: a pure function of the frame. A panel varies one thing and holds the others; a line joins points of one study, and a
 point that none joins stands beside another on which it would lie, where there is room (a note says so); predictions are hollow
-and dashed, and a cell with neither measurement nor prediction stands on the axis, its marker crossed, the cross's meaning in the
-legend.
+and dashed, and a cell with neither measurement nor prediction stands below the axis, its marker crossed, the cross's meaning in
+the legend.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from analysis import machines, style
 from analysis.cells import Cell, Family, cells_of, stands_for, variants
 from analysis.figures import layout
-from analysis.figures.apart import Line, Taken, crossed_box, set_apart
+from analysis.figures.apart import Line, Taken, below, crossed_box, make_room, set_apart
 from analysis.scales import SCALES, Held, Scale
 from analysis.studies import study_of, unablated
 
@@ -59,7 +59,7 @@ def figure(frame: pd.DataFrame, only: str | None = None) -> Figure:
         raise ValueError(f"{only or 'model size, batch and context'}: the same in all rows; measure a second value first")
     with style.context():
         width = style.COLUMN_IN if len(panels) == 1 else style.PAGE_IN
-        drawn = style.new_figure(width, 3.0 if len(panels) == 1 else 2.7)
+        drawn = style.new_figure(width, 3.0)
         aside = _panels(drawn, [(SCALES[name], mine) for name, mine in panels.items()], variants(cells))
         told = f"{kinds[0]} (the fastest row of each system at a place; lines join one study)"
         drawn.suptitle(layout.wrapped(told, width), x=0.01, ha="left", fontsize=6.5, color=style.MUTED)
@@ -153,10 +153,12 @@ def panel(axes: Axes, cells: list[Cell], scale: Scale, looks: dict[Family, int],
     lines = [part for one in series_of(cells, scale, looks) for part in _parts(one)]
     top = max((max(found[2] or 0, found[0]) for one in cells if (found := height(one, scale))), default=1.0)
     crossed = dict.fromkeys(one.label for one in lines if any(cell.drawn is None for cell in one.points.values()))
-    rows = {label: 0.035 + 0.055 * place for place, label in enumerate(crossed)}
+    rows = {label: below(row) for row, label in enumerate(crossed)}
     values = sorted({value for one in lines for value in one.points})
     layout.log2_axis(axes, values, lambda value: scale.tick(round(value)), width_in, 1.25)
     axes.set_ylim(0, 1.18 * top)
+    if rows:
+        make_room(axes, len(rows))
     taken = Taken(axes, width_in, values, REACH)
     drawn = [line for one in lines if (line := _series(axes, one, scale, rows.get(one.label, 0.0), taken))]
     moved = set_apart(axes, (), drawn, taken)
@@ -193,7 +195,7 @@ def _looks(series: Series) -> dict[str, Any]:
 
 
 def _series(axes: Axes, series: Series, scale: Scale, crossed_at: float, taken: Taken) -> Line | None:
-    """One line: measured points joined, predictions joined to the measured point before them, crosses on the axis (`taken`).
+    """One line: measured points joined, predictions joined to the measured point before them, crosses below the axis (`taken`).
 
     What was drawn at its height; None where nothing was.
     """

@@ -25,7 +25,9 @@ def test_throughput_against_model_size() -> None:
     assert points(guess)[-1] == (8e9, pytest.approx(6 * 8e9 * 3276.8 / 1e12))
     assert (to_hex(str(guess.get_markerfacecolor())), guess.get_linestyle()) == ("#ffffff", "--")
     assert guess.get_markevery() == slice(1, None), "the measured point it starts from is not drawn hollow"
-    assert points(lines(axes)["ZeRO-3 wont_fit"]) == [(8e9, pytest.approx(0.035))]
+    refused = lines(axes)["ZeRO-3 wont_fit"]
+    assert points(refused) == [(8e9, 0)]
+    assert refused.get_transform().transform((8e9, 0))[1] < axes.bbox.y0  # type: ignore[index]  # below the axis: no speed
     assert [line.get_marker() for line in axes.lines if line.get_color() == style.ALARM] == ["+"]
     assert legend(figure) == ["MegaTrain fast", "MegaTrain stream", "ZeRO-3", "predicted, not run", "does not fit"]
     assert axes.get_ylim()[0] == 0
