@@ -63,12 +63,18 @@ class Fsdp2:
         cache by the next one (foreach_reduce of _fsdp_collectives.py): up to the next power of two. Moments are pageable.
         """
         count, itemsize = count_params(self.spec.model), self.spec.dtype.itemsize
-        # The root's unsharded parameters, two layers (one computes, one is gathered) or all, and a layer's fp32 copy on its way.
-        layers = 2 * count.largest_layer if self.options.reshard_after_forward else count.in_layers
-        weights = itemsize * (count.outer + layers) + 4 * max(count.largest_layer, count.outer)
+        layer, outer = count.largest_layer, count.outer
         waits = self.options.accumulate_on_device and self.spec.shape.num_micro_batches > 1
-        gradients = 4 * count.total if waits else (itemsize + 4) * (count.outer + count.largest_layer)
-        device = {"weights": weights, "gradients": gradients, **footprint.activation_bytes(self.spec, self.options)}
+        summed = 4 * count.total if waits else 0
+        # A layer's backward: the root's parameters and two layers' (one computes, one is gathered, whose fp32 copy is on its way)
+        # or all, the root's gradients and a layer's, those in fp32 too, before and after their reduction.
+        gathered = itemsize * (outer + (2 * layer if self.options.reshard_after_forward else count.in_layers))
+        gradients = itemsize * outer + (itemsize + 8) * layer
+        backward = {"weights": gathered + (itemsize + 4) * layer, "gradients": summed + gradients}
+        backward |= footprint.activation_bytes(self.spec, self.options)
+        # Last of all the root's gradients, when activations are gone.
+        end = {"weights": itemsize * outer, "gradients": summed + (itemsize + 8) * outer}
+        device = max(backward, end, key=lambda phase: sum(phase.values()))
         sizes = footprint.parameter_sizes(self.spec.model)
         host = {
             "master": 4 * count.total,

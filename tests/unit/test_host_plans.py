@@ -22,7 +22,9 @@ PAGEABLE = ("moments", "other")
 """Kinds that are private pages under FSDP2 and SuperOffload; all others are pinned or shared. ZeRO-3's master is pageable too."""
 ROWS = {
     "fsdp2 3B": ("h200_3b", "fsdp2", "qwen2.5-3b"),
+    "fsdp2 3B compiled": ("zero3_3b_32cores", "fsdp2", "qwen2.5-3b"),
     "fsdp2 7B": ("zero3_7b", "fsdp2", "qwen2.5-7b"),
+    "superoffload 3B": ("zero3_3b_32cores", "superoffload", "qwen2.5-3b"),
     "superoffload 7B": ("zero3_7b", "superoffload", "qwen2.5-7b"),
     "zero3 0.5B": ("model_size", "zero3", "qwen2.5-0.5b"),
     "zero3 1.5B": ("model_size", "zero3", "qwen2.5-1.5b"),
@@ -55,8 +57,7 @@ def test_the_plan_is_what_was_observed(name):
 def test_the_plan_of_the_device_is_an_upper_estimate(name):
     row = observed(*ROWS[name])
     planned = build(row.system, cell_from(row.config).spec()).plan().device_bytes
-    phases = 1.65 if row.system == "fsdp2" else 1.3  # FSDP2's plan adds a layer's graph to the root's fp32 gradients
-    assert row.peak_device_bytes <= planned < phases * row.peak_device_bytes
+    assert row.peak_device_bytes <= planned < 1.3 * row.peak_device_bytes
 
 
 def test_what_fsdp2_pins_follows_from_the_shapes_and_not_from_the_size():
