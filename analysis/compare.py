@@ -19,8 +19,9 @@ from analysis.style import SYSTEMS
 from sweeps.result import LOSS_TOLERANCE
 
 BASELINE = "zero3"
-AS_IT_IS = (None, "compiled", "tuned")
-"""Presets that leave a system what its name says: its defaults, compiled or not, and what sweeps/tuner.py found."""
+AS_IT_IS = (None, "compiled", "kept", "kept compiled", "tuned")
+"""Presets that leave a system what its name says: its defaults, compiled or not, recomputing every layer or only those without
+room, and what sweeps/tuner.py found."""
 CPU_NOTE = "CPU speeds prove wiring and numerics; they say nothing about GPUs."
 
 
@@ -56,8 +57,8 @@ def compare(frame: pd.DataFrame) -> Comparison:
     lengths = {len(one.losses) for one in standings if one.measured}
     if len(lengths) > 1:
         standings = [replace(one, common_steps=min(lengths)) for one in standings]
-    references = [one for one in standings if one.losses and one.stands_in] + [o for o in standings if o.losses and o.is_reference]
-    reference = references[-1] if references else None
+    references = [one for one in reversed(standings) if one.losses and (one.is_reference or one.stands_in)]
+    reference = max(references, key=_primacy, default=None)
     if reference is not None:
         standings = [_against(one, len(reference.losses)) for one in standings]
     return Comparison(
@@ -145,6 +146,11 @@ def _held(standings: list[Standing]) -> list[Standing]:
     references.sort(key=lambda one: (not one.is_reference, one.preset is not None))
     held = [one for place, one in enumerate(references) if any(_same_losses(one, first) for first in references[:place])]
     return [replace(one, stands_in=False) if any(one is each for each in held) else one for one in standings]
+
+
+def _primacy(one: Standing) -> tuple[bool, bool]:
+    """Others are held against plain training in memory, else against who stands in; a preset in memory is the last resort."""
+    return one.is_reference and one.preset is None, one.stands_in
 
 
 def _same_losses(one: Standing, other: Standing) -> bool:

@@ -104,8 +104,10 @@ SYSTEMS: dict[str, Look] = {
 
 PRESETS: dict[str, tuple[str | None, ...]] = {
     "megatrain": ("fast", "stream", "stream compiled", "paper", "long"),
-    "zero3": (None, "compiled", "optimizer", "optimizer compiled", "twinflow", "twinflow compiled"),
-    "fsdp2": (None, "compiled", "grad_op", "grad_op compiled"),
+    "zero3": (None, "compiled", "optimizer", "optimizer compiled", "twinflow", "twinflow compiled", "kept compiled"),
+    "fsdp2": (None, "compiled", "grad_op", "grad_op compiled", "kept compiled"),
+    "superoffload": (None, "compiled", "kept compiled"),
+    "in_memory": (None, "compiled", "kept compiled"),
 }
 """The presets (load.shown_preset) that have a variant of their own wherever they are drawn beside others of their system."""
 

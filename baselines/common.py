@@ -19,6 +19,8 @@ from baselines.system import Unsupported
 from engine import Batch, NonFiniteLossError, Recipe
 
 T = TypeVar("T")
+AS_MANY_AS_FIT = -1
+"""`keep_activations` that stands for the largest number that has room."""
 
 
 def at_least(least: int, default: int) -> Any:
@@ -43,11 +45,18 @@ class CommonOptions:
     preset: str | None = word("a word")
     """Label of the settings in rows and figures; it changes nothing."""
     activation_checkpointing: bool = True
-    """Keep each decoder layer's input only and recompute the layer in the backward."""
+    """Keep each decoder layer's input only and recompute the layer in the backward; false keeps the activations of all layers."""
+    keep_activations: int = at_least(AS_MANY_AS_FIT, 0)
+    """Last decoder layers whose activations are kept all the same: their graphs are the first to be freed, before any layer is
+    recomputed. -1 is as many as the plan has room for on the device. No effect without activation_checkpointing."""
     loss_chunk: int = 4096
     """Tokens whose logits are alive at a time."""
     compile: bool = False
     """Run each decoder layer and the loss through torch.compile, as `baselines.loss` says."""
+
+    def num_kept(self, num_layers: int) -> int:
+        """Layers, of `num_layers`, that are not recomputed; none while -1 stands for a number that is still to be chosen."""
+        return max(0, self.keep_activations) if self.activation_checkpointing else num_layers
 
 
 def parse_options(cls: type[T], options: Mapping[str, Any]) -> T:

@@ -6,16 +6,18 @@ Invariant: on the device an upper estimate, for phases are added that need not c
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from baselines.common import CommonOptions
+from baselines.common import AS_MANY_AS_FIT, CommonOptions
 from baselines.model import build_skeleton, config_of
 from baselines.system import ModelSpec, SystemSpec
-from engine import HOST_OVERHEAD, Plan, layer_activation_bytes, logits_bytes
+from engine import HOST_OVERHEAD, USABLE_DEVICE, Plan, layer_activation_bytes, logits_bytes
 
 CUDA_WORKSPACE_BYTES = 1 << 30
 """cuBLAS and cuDNN workspaces and the allocator's fragments."""
@@ -24,11 +26,11 @@ CUDA_WORKSPACE_BYTES = 1 << 30
 def activation_bytes(spec: SystemSpec, options: CommonOptions) -> dict[str, int]:
     """`checkpoints` and `activations` of one micro-batch, by kind.
 
-    checkpoints: every layer's input (none without checkpointing), the decoder's output and its gradient.
-    activations: one layer's graph or one chunk's logits, whichever is larger, for they are never alive together; without
-    checkpointing what every layer's graph keeps, and beside it the logits or the temporaries of one layer's backward. The
-    formulas are the engine's, so that plans differ by schedule alone, with what torch.compile keeps more of by default than in
-    the engine's partitioning. Eager attention adds its scores, in the compute dtype before and after, and their fp32 softmax.
+    checkpoints: the input of every recomputed layer, the decoder's output and its gradient.
+    activations: what the graph of every kept layer holds, and beside it one chunk's logits or the temporaries of one layer's
+    backward, whichever are larger, for they are never alive together; or, where that is more, one recomputed layer's graph, made
+    when those are gone. The formulas are the engine's, so that plans differ by schedule alone. Eager attention adds its scores,
+    in the compute dtype before and after, and their fp32 softmax.
     """
     config = config_of(spec.model)
     itemsize = spec.dtype.itemsize
@@ -37,25 +39,53 @@ def activation_bytes(spec: SystemSpec, options: CommonOptions) -> dict[str, int]
         layer_activation_bytes(config, tokens, itemsize, backward=backward, compiled=options.compile) for backward in (False, True)
     )
     temporaries = graph - kept
-    if options.compile and not options.activation_checkpointing:
-        kept += tokens * itemsize * _kept_by_default(config)
     if spec.model.attn_implementation == "eager":
         kept += tokens * spec.shape.seq_len * config.num_attention_heads * (2 * itemsize + 4)
     logits = logits_bytes(config.vocab_size, min(options.loss_chunk, tokens), itemsize, compiled=options.compile)
     hidden = tokens * config.hidden_size * itemsize
-    layers: int = config.num_hidden_layers
-    if options.activation_checkpointing:
-        return {"checkpoints": (layers + 2) * hidden, "activations": max(kept + temporaries, logits)}
-    return {"checkpoints": 2 * hidden, "activations": layers * kept + max(temporaries, logits)}
+    num_layers: int = config.num_hidden_layers
+    num_kept = options.num_kept(num_layers)
+    return {
+        "checkpoints": (num_layers - num_kept + 2) * hidden,
+        "activations": max(num_kept * kept + max(temporaries, logits), kept + temporaries),
+    }
 
 
-def _kept_by_default(config: Any) -> int:
-    """Elements a token that a compiled layer keeps though its backward could rebuild them: the MLP's product, two hidden-wide ones.
+def usable_bytes(spec: SystemSpec) -> int:
+    """Device bytes that a plan may fill where a system chooses what to put there; the CPU has none."""
+    if spec.device.type != "cuda":
+        return 0
+    return int(USABLE_DEVICE * (spec.device_memory or int(torch.cuda.mem_get_info(spec.device)[1])))
 
-    With the engine's formula within 1% of the saved tensors of a compiled Qwen2 layer (torch 2.13 on the CPU).
+
+def choose_kept_layers(system: Any) -> None:
+    """Make keep_activations=-1 of a system with `CommonOptions` the largest number whose plan has room on the device, 0 on the CPU.
+
+    `system.placement` has the number then. What the constructor chose comes first. ValueError, in one line, for more layers than
+    the model has.
     """
-    inner: int = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    return inner + 2 * int(config.hidden_size)
+    options = getattr(system, "options", None)
+    if not isinstance(options, CommonOptions):
+        return
+    spec: SystemSpec = system.spec
+    num_layers: int = config_of(spec.model).num_hidden_layers
+    if options.keep_activations > num_layers:
+        raise ValueError(
+            f"system.keep_activations: got {options.keep_activations}, allowed {AS_MANY_AS_FIT} to {num_layers}, the layers of "
+            f"{spec.model.name}; choose one of these"
+        )
+    if options.keep_activations != AS_MANY_AS_FIT:
+        return
+
+    def device_bytes(number: int) -> int:
+        system.options = dataclasses.replace(options, keep_activations=number)
+        planned: Plan = system.plan()
+        return planned.device_bytes
+
+    room = usable_bytes(spec)
+    number = bisect.bisect_right(range(1, num_layers + 1), room, key=device_bytes) if room else 0
+    system.options = dataclasses.replace(options, keep_activations=number)
+    system.placement = {"kept_layers": system.options.num_kept(num_layers)}
 
 
 def plan_on(device: torch.device, on_device: Mapping[str, int], on_host: Mapping[str, int]) -> Plan:

@@ -3,26 +3,31 @@
 Invariant: no more than one chunk's logits are alive at a time, in the forward and in the backward, and the value
 is that of the library's own `logits` (scales and soft caps included), for the library's own code computes each chunk.
 
+The first decoder layers are recomputed in the backward, the last `keep_activations` are not: a layer is, or is not, on its own.
+
 Compiled, every decoder layer's `forward` is one graph (a layer that breaks it is an error, never quietly eager), with its
-recomputation inside, where what no gradient needs is not computed again. The hooks of FSDP2 and DeepSpeed hang on the layer's
-call and stay outside. Of the head, cross entropy alone is compiled: its weight's hooks hang on modules inside.
+recomputation inside, where what no gradient needs is not computed again. A kept layer's graph is partitioned as the engine's, so
+that both keep the same tensors: activations, and parameters as the very parameters, never a view that would outlive their release.
+The hooks of FSDP2 and DeepSpeed hang on the layer's call and stay outside. Of the head, cross entropy alone is compiled: its
+weight's hooks hang on modules inside.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from baselines.common import CommonOptions
 from baselines.model import decoder_layers
-from engine import IGNORE_INDEX
+from engine import IGNORE_INDEX, KEEP_BUDGET
 
 
 class _DecoderOutput:
@@ -61,24 +66,34 @@ def _tail_of(model: nn.Module) -> nn.Module:
     return tail
 
 
-def _checkpoint_layers(model: nn.Module) -> None:
-    """Recompute each decoder layer in the backward. transformers renamed the method after 5.17."""
+def _checkpoint_layers(model: nn.Module, kept: Sequence[nn.Module]) -> None:
+    """Recompute each decoder layer but those `kept` in the backward. transformers renamed the method after 5.17."""
     enable: Any = getattr(model, "activation_checkpointing_enable", None)
     if enable is None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     else:
         enable({"use_reentrant": False})
+    for layer in kept:
+        layer.gradient_checkpointing = False  # each layer looks at its own
 
 
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
-def _compile_layers(model: nn.Module, *, recompute: bool) -> None:
-    """Compile what each decoder layer's call runs between its hooks; layers of one configuration share the graph."""
-    for layer in decoder_layers(model):
-        forward = functools.partial(_recomputed, layer.forward) if recompute else layer.forward
-        layer.__dict__["forward"] = torch.compile(forward, dynamic=False, fullgraph=True)
+def _kept(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The call of a compiled layer whose graph stays; the first call compiles."""
+    with functorch_config.patch(activation_memory_budget=KEEP_BUDGET):
+        return compiled(*args, **kwargs)
+
+
+def _compile_layers(recomputed: Sequence[nn.Module], kept: Sequence[nn.Module]) -> None:
+    """Compile what each decoder layer's call runs between its hooks; layers of one configuration and kind share the graph."""
+    compiled = functools.partial(torch.compile, dynamic=False, fullgraph=True)
+    for layer in recomputed:
+        layer.__dict__["forward"] = compiled(functools.partial(_recomputed, layer.forward))
+    for layer in kept:
+        layer.__dict__["forward"] = functools.partial(_kept, compiled(layer.forward))
 
 
 def _summed_cross_entropy(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -90,9 +105,20 @@ class CausalLMLoss(nn.Module):
     """A causal LM of transformers as one module from tokens to the loss; the model is the submodule `model`."""
 
     def __init__(
-        self, model: nn.Module, *, loss_chunk: int = 4096, activation_checkpointing: bool = True, compile: bool = False
+        self,
+        model: nn.Module,
+        *,
+        loss_chunk: int = 4096,
+        activation_checkpointing: bool = True,
+        keep_activations: int = 0,
+        compile: bool = False,
     ) -> None:
+        """Options as in `CommonOptions`, keep_activations chosen."""
         super().__init__()
+        layers = list(decoder_layers(model))
+        assert 0 <= keep_activations <= len(layers), "baselines.system.build chooses and checks"
+        num_recomputed = len(layers) - keep_activations if activation_checkpointing else 0
+        recomputed, kept = layers[:num_recomputed], layers[num_recomputed:]
         self.model = model
         self.loss_chunk = loss_chunk
         # Not a submodule: its parameters are the model's own.
@@ -100,9 +126,9 @@ class CausalLMLoss(nn.Module):
         self._summed: Callable[..., torch.Tensor] = _summed_cross_entropy
         if compile:
             self._summed = torch.compile(_summed_cross_entropy, dynamic=False, fullgraph=True)
-            _compile_layers(model, recompute=activation_checkpointing)
-        elif activation_checkpointing:
-            _checkpoint_layers(model)
+            _compile_layers(recomputed, kept)
+        elif recomputed:
+            _checkpoint_layers(model, kept)
 
     def forward(
         self, tokens: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor | None, num_tokens: int | torch.Tensor
@@ -131,5 +157,6 @@ def loss_of(model: nn.Module, options: CommonOptions) -> CausalLMLoss:
         model,
         loss_chunk=options.loss_chunk,
         activation_checkpointing=options.activation_checkpointing,
+        keep_activations=options.keep_activations,
         compile=options.compile,
     )

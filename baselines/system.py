@@ -84,7 +84,8 @@ class SystemSpec:
 class TrainingSystem(Protocol):
     """One way to train the model. Constructing one allocates nothing that grows with the model.
 
-    One that does not do all that the recipe asks says so in an attribute `caveat`, one line that its row and tables show.
+    One that does not do all that the recipe asks says so in an attribute `caveat`, one line that its row and tables show. One that
+    chose numbers for its options has them in an attribute `placement`, by name, which its row has beside the plan.
     """
 
     def plan(self) -> Plan:
@@ -137,9 +138,15 @@ REGISTRY: dict[str, str] = {
 
 
 def build(name: str, spec: SystemSpec) -> TrainingSystem:
-    """The system registered as `name`; ValueError for an unknown one, Unsupported where it cannot run."""
+    """The system registered as `name`, its number of kept layers chosen where that was left open.
+
+    ValueError for an unknown system and for options that are not allowed, Unsupported where it cannot run.
+    """
+    from baselines.footprint import choose_kept_layers  # which imports this module
+
     if name not in REGISTRY:
         raise ValueError(f"system: got {name!r}, allowed {', '.join(REGISTRY)}; choose one of these")
     module, attribute = REGISTRY[name].split(":")
     system: TrainingSystem = getattr(importlib.import_module(module), attribute)(spec)
+    choose_kept_layers(system)
     return system

@@ -46,7 +46,7 @@ from baselines.deepspeed_setup import import_deepspeed, require_deepspeed, setup
 from baselines.loss import loss_of
 from baselines.model import config_of, count_params, decoder_layers, materialise
 from baselines.system import SystemSpec, Unsupported
-from engine import USABLE_DEVICE, Batch, NonFiniteLossError, Plan
+from engine import Batch, NonFiniteLossError, Plan
 
 TAG = "step"
 
@@ -143,12 +143,12 @@ class Zero3:
         return on_device(sub_groups(self.spec.model, options.sub_group_size), options.offload_ratio)
 
     def _with_smallest_ratio(self, options: Zero3Options) -> Zero3Options:
-        """`options` with the smallest offload_ratio whose plan has room on the device; all on the host where there is none."""
+        """`options` with the smallest offload_ratio whose plan has room on the device; all on the host where there is none.
+
+        Where keep_activations is to be chosen too, activations get what the optimizer's state leaves.
+        """
         self.options = dataclasses.replace(options, offload_ratio=1.0)
-        room = 0
-        if self.spec.device.type == "cuda":
-            memory = self.spec.device_memory or int(torch.cuda.mem_get_info(self.spec.device)[1])
-            room = int(USABLE_DEVICE * memory) - self.plan().device_bytes
+        room = footprint.usable_bytes(self.spec) - self.plan().device_bytes
         return dataclasses.replace(options, offload_ratio=smallest_ratio(sub_groups(self.spec.model, options.sub_group_size), room))
 
     def dtypes(self) -> dict[str, str]:

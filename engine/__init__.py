@@ -11,11 +11,13 @@ from engine.placement import USABLE_DEVICE
 from engine.plan import Plan, layer_activation_bytes, logits_bytes
 from engine.planner import HOST_OVERHEAD, Machine
 from engine.recipe import IGNORE_INDEX, Batch, NonFiniteLossError, Recipe
+from engine.template import KEEP_BUDGET
 from engine.timeline import Timeline
 
 __all__ = [
     "HOST_OVERHEAD",
     "IGNORE_INDEX",
+    "KEEP_BUDGET",
     "USABLE_DEVICE",
     "Batch",
     "EngineConfig",

@@ -61,9 +61,10 @@ def outlook(system: Any, cell: Cell) -> tuple[list[dict[str, Any]], str | None]:
     from engine import MegaTrain
 
     plan, model, num_params = system.plan(), cell.model, count_params(cell.model).total
+    chosen = {"placement": system.placement} if hasattr(system, "placement") else {}
     planned = {
         "event": "plan",
-        "plan": {"device": dict(plan.device), "host": dict(plan.host)},
+        "plan": {"device": dict(plan.device), "host": dict(plan.host), **chosen},
         "dtypes": system.dtypes(),
         "caveat": getattr(system, "caveat", None),
         "num_params": num_params,

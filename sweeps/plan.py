@@ -83,13 +83,11 @@ def _check_rates(given: Mapping[str, Any]) -> None:
             raise ValueError(f"rates.{name}: got {value!r}, allowed a number > 0; see conf/rates for an example")
 
 
-def planned(cell: Cell, machine: Machine | None) -> tuple[Plan, MegaTrain | None]:
-    """The plan, and the engine where the system is the engine. Allocates nothing that grows with the model."""
+def planned(cell: Cell, machine: Machine | None) -> tuple[Plan, Any]:
+    """The plan, and the system. Allocates nothing that grows with the model."""
     spec: SystemSpec = cell.spec()
-    if cell.system != "megatrain":
-        return build(cell.system, spec).plan(), None
-    engine = build_engine(spec, machine)
-    return engine.plan(), engine
+    system = build_engine(spec, machine) if cell.system == "megatrain" else build(cell.system, spec)
+    return system.plan(), system
 
 
 def memory_lines(kinds: Mapping[str, int], has: int | None) -> list[str]:
@@ -139,7 +137,7 @@ def timeline_lines(timeline: Timeline) -> list[str]:
 
 def report(cell: Cell, machine: Machine | None) -> list[str]:
     """All lines of the answer."""
-    plan, engine = planned(cell, machine)
+    plan, system = planned(cell, machine)
     had = dict(environment.machine(cell.machine, None))
     num_params, shape = count_params(cell.spec().model).total, cell.shape
     lines = [
@@ -153,6 +151,9 @@ def report(cell: Cell, machine: Machine | None) -> list[str]:
         *memory_lines(plan.host, had["host_bytes"]),
     ]
     refusal = fits(plan, cell.model.name, cell.machine.device, had)
+    engine = system if isinstance(system, MegaTrain) else None
+    if engine is None and hasattr(system, "placement"):
+        lines += ["", f"room for the activations of {system.placement['kept_layers']} layers"]
     if engine is not None:
         lines += ["", "placement", *layer_map(engine)]
         if cell.machine.device == "cuda" and cell.dtype == "bfloat16":  # the rates are those of bf16 products

@@ -96,8 +96,8 @@ class Row:
     """peak_host_bytes by what it is for (`host_split`), of a measured cell; empty in older rows."""
     plan: dict[str, Any] = field(default_factory=dict)
     """{"device": {kind: bytes}, "host": {kind: bytes}} as predicted before the run; where a system predicts its step,
-    also step_s (steady), window_step_s (as the windows measure it, drains included) and what they follow from: rates (a second)
-    and placement (numbers of blocks and layers)."""
+    also step_s (steady), window_step_s (as the windows measure it, drains included) and the rates (a second) they follow from.
+    placement: where a system chose or was told what goes where, numbers of blocks and layers."""
     counters: dict[str, float] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
     """gpu, num_gpus, device_bytes, cpu, num_cores, host_bytes, boot, matrix_peak_tflops, datasheet_tflops. boot: eight hex digits,
@@ -223,7 +223,9 @@ def hashed(config: Mapping[str, Any]) -> dict[str, Any]:
     kept["measure"] = {name: value for name, value in config["measure"].items() if name not in UNHASHED_MEASURE}
     if kept["measure"].get("repeat") == 1:  # the cell as it was before there were repeats
         del kept["measure"]["repeat"]
-    kept["system"] = {name: value for name, value in config["system"].items() if value or name not in NEUTRAL}
+    rival = "activation_checkpointing" in config["system"]  # and recomputed every layer before it could keep some
+    neutral = (*NEUTRAL, "keep_activations") if rival else NEUTRAL
+    kept["system"] = {name: value for name, value in config["system"].items() if value or name not in neutral}
     kept["machine"] = {"device": config["machine"]["device"]}
     if config["machine"].get("device_bytes") is not None:  # a cap binds, and placement fills what it leaves
         kept["machine"]["device_bytes"] = config["machine"]["device_bytes"]

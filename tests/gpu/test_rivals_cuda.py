@@ -40,6 +40,10 @@ CASES = {
     "superoffload clipped": ("superoffload", {"clip": True, **SMALL}, 1.0),
     "superoffload twinflow": ("superoffload", {"offload_ratio": 0.5, **SMALL}, 0.0),
     "superoffload of its authors": ("superoffload", {"offload_ratio": 0.9, "offload_param": False, "cpu_share": 0.9, **SMALL}, 0.0),
+    "zero3 half kept": ("zero3", {"keep_activations": 2, "compile": True, "param_persistence_threshold": 0}, 1.0),
+    "zero3 kept": ("zero3", {"keep_activations": -1, "compile": True}, 1.0),
+    "fsdp2 kept": ("fsdp2", {"keep_activations": -1, "compile": True}, 1.0),
+    "superoffload kept": ("superoffload", {"keep_activations": -1, "compile": True, **SMALL}, 0.0),
     "zero_infinity": ("zero_infinity", {"sub_group_size": 400_000}, 1.0),
     "torchao_offload": ("torchao_offload", {}, 0.0),
 }

@@ -37,14 +37,19 @@ CASES = {
 PRESETS = [
     name
     for name in GROUPS["system"]
-    if name not in REGISTRY and not name.startswith("megatrain") and not name.endswith("_compiled")
+    if name not in REGISTRY and not name.startswith("megatrain") and not name.endswith(("_compiled", "_kept"))
 ]
 """YAMLs of conf/system beside those named as their system. The engine's are in test_engine_parity.py; `_compiled` is a system with
-`compile` alone (test_baselines_systems.py), which test_compiling_does_not_change_the_losses has for all."""
+`compile` alone (test_baselines_systems.py), which test_compiling_does_not_change_the_losses has for all, and `_kept` keeps what a
+device has room for (test_kept_activations.py), for which test_keeping_layers_does_not_change_the_losses names a number."""
 NAMES = [*REGISTRY, *PRESETS]
 RIVALS = [name for name in NAMES if name != "in_memory"]
 OF_PRESETS = ("bf16-clip", "fp32-accumulation")
 """Cases in which a preset is tried; its system is tried in all."""
+RELEASING = {
+    "zero3": {"param_persistence_threshold": 0, "max_live_parameters": 1, "max_reuse_distance": 0, "prefetch_bucket_size": 0}
+}
+"""Settings with which a layer's weights leave the device after its forward, though the model is tiny."""
 
 
 def make_spec(dtype=torch.float32, num_micro_batches=1, clip_norm=0.1, tied=False, **options) -> SystemSpec:
@@ -203,14 +208,29 @@ def test_compiling_does_not_change_the_losses(name, checkpointing):
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["in_memory", "zero3", "fsdp2"])
-def test_activation_checkpointing_does_not_change_the_losses(name):
+@pytest.mark.parametrize("name", [name for name in REGISTRY if name not in ("megatrain", "published_megatrain")])
+def test_keeping_layers_does_not_change_the_losses(name):
     losses = []
-    for checkpointing in (True, False):
-        spec = make_spec(activation_checkpointing=checkpointing, loss_chunk=50)
+    for options in ({}, {"keep_activations": 1}, {"keep_activations": 2}, {"activation_checkpointing": False}):
+        spec = make_spec(num_micro_batches=2, loss_chunk=50, **RELEASING.get(name, {}), **options)
         with running(name, spec) as system:
             losses.append(train(system, spec, range(3)))
-    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    for kept in losses[1:]:
+        assert kept == pytest.approx(losses[0], abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["in_memory", "zero3", "zero2", "fsdp2"])
+def test_keeping_layers_compiled_does_not_change_the_losses(name):
+    losses = []
+    for options in ({}, {"keep_activations": 1, "compile": True}):
+        torch._dynamo.reset()
+        counters.clear()
+        spec = make_spec(num_micro_batches=2, loss_chunk=64, **RELEASING.get(name, {}), **options)
+        with running(name, spec) as system:
+            losses.append(train(system, spec, range(3)))
+    assert counters["stats"]["unique_graphs"] == 3  # a recomputed layer, a kept one, the loss
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
 @pytest.mark.parametrize("option", ["accumulate_on_device", "reshard_after_forward"])

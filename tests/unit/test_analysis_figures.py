@@ -180,7 +180,11 @@ def test_the_legend_covers_no_curve(rows: list[Row], tmp_path: Path) -> None:
         ("megatrain", ["paper", "0_paper", "fast", "1_overlap"], [3, 1, 0, 2]),
         ("megatrain", ["fast", "fast", "stream"], [0, 2, 1]),
         ("zero3", ["compiled", None], [1, 0]),
+        ("zero3", ["kept compiled", "compiled", None], [6, 1, 0]),
         ("fsdp2", [None, "compiled"], [0, 1]),
+        ("fsdp2", ["kept compiled", "compiled"], [4, 1]),
+        ("superoffload", ["kept compiled", "compiled"], [2, 1]),
+        ("in_memory", ["kept compiled", None], [2, 0]),
         ("fsdp2", [None, None], [0, 1]),
     ],
 )

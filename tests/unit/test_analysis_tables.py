@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 import pytest
@@ -220,6 +221,59 @@ def test_one_row_is_the_reference_even_where_the_next_has_its_very_losses(first:
     assert [one.label for one in result.standings if tables._agrees(one) == "reference"] == [first]
     assert {tables._agrees(one) for one in result.ranked} <= {"yes", "reference"}
     assert len(result.ranked) == 3
+
+
+def told(system: str, preset: str | None = None, *, compiled: bool = False) -> dict[str, Any]:
+    settings = {"name": system, "dtype": "bfloat16", "preset": preset, "compile": compiled}
+    return {"system": settings, "machine": {"device": "cuda"}, "measure": {"repeat": 1}}
+
+
+def compiling(system: str, seconds: float, preset: str | None = None, **more: Any) -> Row:
+    config = told(system, preset, compiled=True)
+    return row(system, [seconds, seconds * 1.01, seconds * 0.99], preset=preset, config=config, **more)
+
+
+@pytest.mark.parametrize(("seconds", "base"), [(1.2, "kept compiled"), (1.6, "compiled")])
+def test_ratios_are_over_the_fastest_zero3_whether_it_recomputes_every_layer_or_not(seconds: float, base: str) -> None:
+    rows = [
+        row("megatrain", [1.0, 1.01, 0.99], agrees=True),
+        row("zero3", [2.0, 2.01, 1.99], agrees=True),
+        compiling("zero3", 1.5, agrees=True),
+        compiling("zero3", seconds, "kept", agrees=True),
+        compiling("zero3", 1.1, "optimizer", agrees=True),  # does not offload its weights
+    ]
+    found = comparison(rows)
+    assert found.baseline is not None
+    assert found.baseline.preset == base
+    assert found.standings[0].ratio is not None
+    assert found.standings[0].ratio.value == pytest.approx(min(seconds, 1.5), rel=1e-3)
+
+
+@pytest.mark.parametrize("latest", [0, 1, 2])
+def test_the_reference_is_plain_training_in_memory_whatever_ran_after_it(latest: int) -> None:
+    plain = row("in_memory", [2.0], losses=[9.0, 8.0], agrees=True, max_loss_difference=0.0)
+    presets = [compiling("in_memory", 1.5, losses=[9.1, 8.1]), compiling("in_memory", 1.0, "kept", losses=[9.2, 8.2])]
+    found = comparison([*presets[:latest], plain, *presets[latest:], row("megatrain", [1.1], losses=[9.0, 8.0], agrees=True)])
+    assert found.reference is not None
+    assert (found.reference.preset, found.reference.losses) == (None, [9.0, 8.0])
+    assert [one.system for one in found.ranked] == ["megatrain"]
+
+
+def test_what_keeps_layers_in_memory_is_no_reference_beside_the_stand_in() -> None:
+    rows = [
+        row("in_memory", status="wont_fit", config=told("in_memory")),
+        row("zero3", [3.0], losses=[9.0], config=told("zero3")),
+        compiling("in_memory", 1.0, "kept", losses=[9.1]),
+        row("megatrain", [1.0], losses=[9.001], config=told("megatrain")),
+    ]
+    found = comparison([compared(one, rows, complete=True) for one in rows])
+    assert found.reference is not None
+    assert (found.reference.system, found.reference.losses) == ("zero3", [9.0])
+    assert [(one.system, one.agrees) for one in found.standings if one.measured] == [
+        ("in_memory", False),
+        ("megatrain", True),
+        ("zero3", True),
+    ]
 
 
 def test_a_row_without_verdict_is_not_ranked_beside_checked_ones() -> None:

@@ -6,6 +6,8 @@ import weakref
 
 import pytest
 import torch
+import torch._functorch.config as functorch_config
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 from baselines.loss import CausalLMLoss
@@ -20,6 +22,7 @@ SPECS = FAMILIES | {
         config=TINY | {"head_dim": 8, "final_logit_softcapping": 0.05, "pad_token_id": None},
         attn_implementation="eager",
     ),
+    "llama-3": ModelSpec(name="llama-3", model_type="llama", config=TINY | {"num_hidden_layers": 3}),
     "granite": ModelSpec(name="granite", model_type="granite", config=TINY | {"logits_scaling": 3.0, "pad_token_id": None}),
 }
 
@@ -83,11 +86,46 @@ def test_one_chunk_of_logits_is_alive():
     assert peak == 1
 
 
-def test_layers_are_recomputed_only_when_asked():
-    for checkpointing, expected in ((True, 2), (False, 1)):
-        model, tokens, labels = make("llama")
-        loss = CausalLMLoss(model, activation_checkpointing=checkpointing)
-        calls = []
-        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        loss(tokens, labels, None, 35).backward()
-        assert len(calls) == expected
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [2, 2, 2]),
+        ({"activation_checkpointing": False}, [1, 1, 1]),
+        ({"keep_activations": 1}, [2, 2, 1]),
+        ({"keep_activations": 2}, [2, 1, 1]),
+        ({"keep_activations": 3}, [1, 1, 1]),
+        ({"keep_activations": 1, "activation_checkpointing": False}, [1, 1, 1]),
+    ],
+)
+def test_layers_are_recomputed_only_when_asked_and_the_last_are_those_kept(options, expected):
+    model, tokens, labels = make("llama-3")
+    loss = CausalLMLoss(model, **options)
+    calls = [0, 0, 0]
+
+    def counting(index):
+        def count(*_):
+            calls[index] += 1
+
+        return count
+
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.register_forward_pre_hook(counting(index))
+    loss(tokens, labels, None, 35).backward()
+    assert calls == expected
+
+
+@pytest.mark.slow
+def test_kept_layers_change_neither_loss_nor_gradients_and_have_one_graph():
+    found = []
+    for options in ({}, {"keep_activations": 2}, {"keep_activations": 2, "compile": True}):
+        torch._dynamo.reset()
+        counters.clear()
+        model, tokens, labels = make("llama-3")
+        value = CausalLMLoss(model, **options)(tokens, labels, None, 35)
+        value.backward()
+        found.append([value, *(param.grad for param in model.parameters())])
+        # One for the recomputed layer, one for both that are kept, one for the loss.
+        assert counters["stats"]["unique_graphs"] == 3 * ("compile" in options)
+        assert functorch_config.activation_memory_budget == 1.0
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-4, atol=1e-6)

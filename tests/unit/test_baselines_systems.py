@@ -8,7 +8,6 @@ import importlib.util
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from baselines.deepspeed_setup import sole_builder
 from baselines.fsdp2 import norm_of
 from baselines.model import count_params, num_params
 from baselines.system import REGISTRY, ModelSpec, Shape, SystemSpec, Unsupported, build
-from engine import Recipe, layer_activation_bytes
+from engine import Recipe
 from tests.unit.test_analysis_load import row
 from tests.unit.test_baselines_model import TINY
 from tests.unit.test_sweeps_config import GROUPS, composed
@@ -200,24 +199,6 @@ def test_plan_counts_what_the_options_change():
     assert two_buckets - one_bucket == 2 * 500_000_000
     shape = Shape(batch_size=32, seq_len=1024, num_micro_batches=2)
     assert device_bytes("zero2")["gradients"] == two_buckets + 4 * total
-
-
-def test_plan_without_recomputation_counts_one_backward_and_what_compiled_layers_keep():
-    shape = Shape(batch_size=32, seq_len=1024)
-
-    def activations(layers, **options):
-        config = QWEN_14B | {"num_hidden_layers": layers}
-        spec = make_spec(config, shape, device="cuda", activation_checkpointing=False, **options)
-        return build("in_memory", spec).plan().device["activations"]
-
-    config, tokens = SimpleNamespace(**QWEN_14B), shape.num_tokens
-    kept, graph = (layer_activation_bytes(config, tokens, 2, backward=backward) for backward in (False, True))
-    assert activations(48, loss_chunk=1) == 48 * kept + (graph - kept)
-    assert activations(48) == 48 * kept + max(graph - kept, 12 * 4096 * QWEN_14B["vocab_size"])
-    each = activations(9, compile=True) - activations(8, compile=True)
-    engine = layer_activation_bytes(config, tokens, 2, backward=False, compiled=True)
-    assert each == engine + 2 * tokens * (QWEN_14B["intermediate_size"] + 2 * QWEN_14B["hidden_size"])
-    assert engine < each < kept
 
 
 def test_plan_rounds_what_zero2_pins_up_to_powers_of_two():
