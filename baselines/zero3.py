@@ -118,15 +118,9 @@ class Zero3:
         """
         options, spec = self.options, self.spec
         assert isinstance(options, Zero3Options)
-        blocks = footprint.PinnedBlocks()
         if not options.pin_memory or spec.device.type != "cuda":
             return 0
-        weights = [spec.dtype.itemsize * size for size in footprint.parameter_sizes(spec.model)]
-        if options.offload_param:
-            for size in (*weights, sum(weights)):
-                blocks.take(size)
-            for size in weights:
-                blocks.free(size)
+        blocks = self._weight_blocks()
         groups, num_kept = sub_groups(spec.model, options.sub_group_size), len(self._on_device())
         for index, group in enumerate(groups):
             blocks.take(4 * group)
@@ -134,6 +128,18 @@ class Zero3:
                 blocks.free(4 * group)
         blocks.take(accumulation_dtype(spec).itemsize * sum(groups))
         return blocks.num_bytes
+
+    def _weight_blocks(self) -> footprint.PinnedBlocks:
+        """What is pinned when the offloaded weights are in their flat block: those that held them one by one, too."""
+        blocks, spec, options = footprint.PinnedBlocks(), self.spec, self.options
+        assert isinstance(options, Zero3Options)
+        sizes = footprint.parameter_sizes(spec.model) if options.offload_param else []
+        weights = [spec.dtype.itemsize * size for size in sizes]
+        for size in (*weights, sum(weights)) if weights else ():
+            blocks.take(size)
+        for size in weights:
+            blocks.free(size)
+        return blocks
 
     def _on_device(self) -> list[int]:
         """Sizes of the sub-groups whose master, moments and fp32 gradients stay on the device."""

@@ -57,12 +57,13 @@ class ZeroInfinity(Zero3):
         buffers = options.buffer_count * 4 * max(sub_groups(self.spec.model, options.sub_group_size))
         weights = self.spec.dtype.itemsize * total if options.offload_param else 0
         accumulated = accumulation_dtype(self.spec).itemsize * total
-        rounded = options.pin_memory and self.spec.device.type == "cuda"
-        pinned = [size for size in (weights, accumulated) if size]
+        blocks, pinned = self._weight_blocks(), options.pin_memory and self.spec.device.type == "cuda"
+        blocks.take(accumulated)
         host = {
             "weights": weights,
             "gradients": accumulated,
-            "staging": buffers + (sum(map(footprint.rounding, pinned)) if rounded else 0),
+            "staging": buffers + (blocks.num_bytes - weights - accumulated if pinned else 0),
+            "other": footprint.process_bytes(self.spec.device),
         }
         device = {kind: size for kind, size in super().plan().device.items() if kind != "workspace"}
         return footprint.plan_on(self.spec.device, device, host)
