@@ -7,24 +7,20 @@ import math
 import re
 from dataclasses import replace
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from analysis import latex, load, stats, tables
-from analysis.compare import CPU_NOTE, Comparison, compare, interval_text, notes
+from analysis import latex, stats, tables
+from analysis.compare import CPU_NOTE, interval_text, notes
 from analysis.make import RESULTS
 from analysis.verdict import sentence
-from sweeps.result import Row, compared, read_rows
-from tests.unit.test_analysis_load import cpu_rows, curve, h200_rows, plan, row
+from sweeps.result import Row, read_rows
+from tests.unit.test_analysis_compare import comparison
+from tests.unit.test_analysis_load import cpu_rows, h200_rows, row
 
 COMMITTED = list(read_rows(RESULTS / "h200_3b.jsonl"))
-
-
-def comparison(rows: list[Row]) -> Comparison:
-    return compare(load.from_rows(rows))
 
 
 def printed(rows: list[Row], width: int) -> str:
@@ -165,120 +161,6 @@ def test_sentence_is_honest_when_zero3_wins_or_nothing_can_be_told_apart() -> No
     assert "cannot be told apart" in sentence(comparison(cpu_rows()))
     assert sentence(comparison([rows[0]])).startswith("No system but the reference")
     assert sentence(comparison([row("zero3", [2.0])])) == "Only ZeRO-3 could be ranked: 16,384 tokens/s."
-
-
-def test_a_disagreeing_zero3_gives_no_ratio() -> None:
-    rows = [
-        row("in_memory", [1.0], losses=curve(3)),
-        row("zero3", [2.0], agrees=False, max_loss_difference=0.1),
-        row("megatrain", [1.5], agrees=True),
-    ]
-    result = comparison(rows)
-    assert all(one.ratio is None for one in result.standings)
-    assert "No ratios: ZeRO-3 was not measured with agreeing losses." in notes(result)
-
-
-def test_without_a_reference_row_speeds_are_ranked_and_the_note_says_so() -> None:
-    rows = [
-        row("in_memory", status="wont_fit", reason="needs 236 GB", plan=plan(236, 1)),
-        row("zero3", [10.7]),
-        row("megatrain", [5.9]),
-    ]
-    result = comparison(rows)
-    assert [one.system for one in result.ranked] == ["megatrain", "zero3"]
-    assert "No reference row: numerics were not checked." in notes(result)
-    assert "in memory: does not fit: needs 236 GB" in notes(result)
-
-
-def test_repeats_of_a_stand_in_are_one_reference_and_tell_their_spread() -> None:
-    def told(name: str, repeat: int = 1) -> dict[str, object]:
-        return {"system": {"name": name, "dtype": "bfloat16"}, "machine": {"device": "cuda"}, "measure": {"repeat": repeat}}
-
-    refused = row("in_memory", status="wont_fit", config=told("in_memory"))
-    first = row("zero3", [3.0], losses=[9.0], config=told("zero3"), cell="z1", started_at="1")
-    later = row("zero3", [3.1], losses=[9.0015], config=told("zero3", 2), cell="z2", started_at="2")
-    preset = row("zero3", [3.0], losses=[9.0], preset="optimizer", config=told("optimizer"))
-    mine = row("megatrain", [1.0], losses=[8.999], config=told("megatrain"))
-    rows = [refused, first, later, preset, mine]
-    result = comparison([compared(one, rows) for one in rows])
-    assert result.reference is not None
-    assert (result.reference.num_repeats, result.reference.losses, result.reference.preset) == (2, [9.0], None)
-    gaps = {one.label: (tables._gap(one), tables._agrees(one)) for one in result.standings if one.measured}
-    assert gaps == {"ZeRO-3": ("1.5e-03", "reference"), "ZeRO-3 optimizer": ("0.0e+00", "yes"), "MegaTrain": ("1.0e-03", "yes")}
-
-
-@pytest.mark.parametrize("first", ["in memory", "ZeRO-3"])
-def test_one_row_is_the_reference_even_where_the_next_has_its_very_losses(first: str) -> None:
-    rows = [
-        row("in_memory", [1.0], losses=[9.0]) if first == "in memory" else row("in_memory", status="wont_fit"),
-        row("zero3", [3.0], losses=[9.0], agrees=True, max_loss_difference=0.0),
-        row("zero3", [2.0], losses=[9.0], agrees=True, max_loss_difference=0.0, config={"system": {"compile": True}}, cell="c"),
-        row("megatrain", [1.0], losses=[9.001], agrees=True, max_loss_difference=1e-3),
-    ]
-    result = comparison(rows)
-    assert result.reference is not None
-    assert result.reference.label == first
-    assert [one.label for one in result.standings if tables._agrees(one) == "reference"] == [first]
-    assert {tables._agrees(one) for one in result.ranked} <= {"yes", "reference"}
-    assert len(result.ranked) == 3
-
-
-def told(system: str, preset: str | None = None, *, compiled: bool = False) -> dict[str, Any]:
-    settings = {"name": system, "dtype": "bfloat16", "preset": preset, "compile": compiled}
-    return {"system": settings, "machine": {"device": "cuda"}, "measure": {"repeat": 1}}
-
-
-def compiling(system: str, seconds: float, preset: str | None = None, **more: Any) -> Row:
-    config = told(system, preset, compiled=True)
-    return row(system, [seconds, seconds * 1.01, seconds * 0.99], preset=preset, config=config, **more)
-
-
-@pytest.mark.parametrize(("seconds", "base"), [(1.2, "kept compiled"), (1.6, "compiled")])
-def test_ratios_are_over_the_fastest_zero3_whether_it_recomputes_every_layer_or_not(seconds: float, base: str) -> None:
-    rows = [
-        row("megatrain", [1.0, 1.01, 0.99], agrees=True),
-        row("zero3", [2.0, 2.01, 1.99], agrees=True),
-        compiling("zero3", 1.5, agrees=True),
-        compiling("zero3", seconds, "kept", agrees=True),
-        compiling("zero3", 1.1, "optimizer", agrees=True),  # does not offload its weights
-    ]
-    found = comparison(rows)
-    assert found.baseline is not None
-    assert found.baseline.preset == base
-    assert found.standings[0].ratio is not None
-    assert found.standings[0].ratio.value == pytest.approx(min(seconds, 1.5), rel=1e-3)
-
-
-@pytest.mark.parametrize("latest", [0, 1, 2])
-def test_the_reference_is_plain_training_in_memory_whatever_ran_after_it(latest: int) -> None:
-    plain = row("in_memory", [2.0], losses=[9.0, 8.0], agrees=True, max_loss_difference=0.0)
-    presets = [compiling("in_memory", 1.5, losses=[9.1, 8.1]), compiling("in_memory", 1.0, "kept", losses=[9.2, 8.2])]
-    found = comparison([*presets[:latest], plain, *presets[latest:], row("megatrain", [1.1], losses=[9.0, 8.0], agrees=True)])
-    assert found.reference is not None
-    assert (found.reference.preset, found.reference.losses) == (None, [9.0, 8.0])
-    assert [one.system for one in found.ranked] == ["megatrain"]
-
-
-def test_what_keeps_layers_in_memory_is_no_reference_beside_the_stand_in() -> None:
-    rows = [
-        row("in_memory", status="wont_fit", config=told("in_memory")),
-        row("zero3", [3.0], losses=[9.0], config=told("zero3")),
-        compiling("in_memory", 1.0, "kept", losses=[9.1]),
-        row("megatrain", [1.0], losses=[9.001], config=told("megatrain")),
-    ]
-    found = comparison([compared(one, rows, complete=True) for one in rows])
-    assert found.reference is not None
-    assert (found.reference.system, found.reference.losses) == ("zero3", [9.0])
-    assert [(one.system, one.agrees) for one in found.standings if one.measured] == [
-        ("in_memory", False),
-        ("megatrain", True),
-        ("zero3", True),
-    ]
-
-
-def test_a_row_without_verdict_is_not_ranked_beside_checked_ones() -> None:
-    rows = [row("zero3", [3.0], agrees=True), row("megatrain", [1.0], agrees=None)]
-    assert [one.system for one in comparison(rows).ranked] == ["zero3"]
 
 
 def test_notes_carry_the_caveats_of_measured_rows() -> None:
