@@ -22,6 +22,12 @@ BASELINE = "zero3"
 AS_IT_IS = (None, "compiled", "kept", "kept compiled", "tuned")
 """Presets that leave a system what its name says: its defaults, compiled or not, recomputing every layer or only those without
 room, and what sweeps/tuner.py found."""
+PLACED = {
+    "device_blocks": "weights and optimizer state of {} blocks on the device",
+    "kept_layers": "activations of {} layers kept",
+    "offloaded_layers": "of {} layers sent to the host and back",
+}
+"""`placement` of a row's plan (sweeps.result.Row) in words."""
 CPU_NOTE = "CPU speeds prove wiring and numerics; they say nothing about GPUs."
 
 
@@ -80,6 +86,7 @@ def notes(comparison: Comparison) -> list[str]:
     ]
     told += [f"{one.label}: {one.caveat}" for one in comparison.standings if one.measured and one.caveat]
     told += [f"{one.label}: {one.missed}" for one in comparison.standings if one.missed]
+    told += [placed for one in comparison.standings if one.measured and (placed := _placement(one))]
     told += [_prediction(one) for one in comparison.standings if one.measured and one.plan.get("window_step_s")]
     if not comparison.numerics_checked and comparison.ranked:
         told.append("No reference row: numerics were not checked.")
@@ -101,6 +108,13 @@ def interval_text(estimate: Estimate) -> str:
         if estimate.has_interval
         else f"{text} (too few windows for an interval)"
     )
+
+
+def _placement(standing: Standing) -> str | None:
+    """What the system chose to keep on the device, or was told to; None where that is nothing."""
+    placement = standing.plan.get("placement", {})
+    told = [words.format(placement[name]) for name, words in PLACED.items() if placement.get(name)]
+    return f"{standing.label}: {', '.join(told)}." if told else None
 
 
 def _prediction(standing: Standing) -> str:

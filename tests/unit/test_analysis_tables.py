@@ -18,7 +18,7 @@ from analysis.make import RESULTS
 from analysis.verdict import sentence
 from sweeps.result import Row, read_rows
 from tests.unit.test_analysis_compare import comparison
-from tests.unit.test_analysis_load import cpu_rows, h200_rows, row
+from tests.unit.test_analysis_load import cpu_rows, h200_rows, plan, row
 
 COMMITTED = list(read_rows(RESULTS / "h200_3b.jsonl"))
 
@@ -167,6 +167,24 @@ def test_notes_carry_the_caveats_of_measured_rows() -> None:
     rows = [replace(row, caveat="no clipping") if row.system == "zero3" else row for row in h200_rows()]
     assert "ZeRO-3: no clipping" in notes(comparison(rows))
     assert not any("no clipping" in line for line in notes(comparison(h200_rows())))
+
+
+def test_notes_tell_what_was_kept_on_the_device() -> None:
+    def placed(system: str, status: str = "ok", **placement: int) -> Row:
+        return row(system, [1.0] if status == "ok" else [], status=status, plan={**plan(2, 2), "placement": placement})
+
+    rows = [
+        placed("megatrain", device_blocks=19, kept_layers=18, offloaded_layers=10, checkpoint_interval=1),
+        placed("zero3", kept_layers=38),
+        placed("fsdp2", kept_layers=0),
+        placed("zero2", status="oom_device", kept_layers=3),
+    ]
+    told = [line for line in notes(comparison(rows)) if "layers" in line]
+    blocks = "weights and optimizer state of 19 blocks on the device"
+    assert told == [
+        f"MegaTrain: {blocks}, activations of 18 layers kept, of 10 layers sent to the host and back.",
+        "ZeRO-3: activations of 38 layers kept.",
+    ]
 
 
 def test_notes_give_reasons_and_the_cpu_line() -> None:
