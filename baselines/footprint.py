@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -62,7 +63,7 @@ def choose_kept_layers(system: Any) -> None:
     """Make keep_activations=-1 of a system with `CommonOptions` the largest number whose plan has room on the device, 0 on the CPU.
 
     `system.placement` has the number then. What the constructor chose comes first. ValueError, in one line, for more layers than
-    the model has.
+    the model has. Warns where every layer is kept already.
     """
     options = getattr(system, "options", None)
     if not isinstance(options, CommonOptions):
@@ -73,6 +74,12 @@ def choose_kept_layers(system: Any) -> None:
         raise ValueError(
             f"system.keep_activations: got {options.keep_activations}, allowed {AS_MANY_AS_FIT} to {num_layers}, the layers of "
             f"{spec.model.name}; choose one of these"
+        )
+    if options.keep_activations and not options.activation_checkpointing:
+        warnings.warn(
+            f"system.keep_activations: got {options.keep_activations}, which has no effect where system.activation_checkpointing "
+            "is false and every layer is kept; remove one of them",
+            stacklevel=3,
         )
     if options.keep_activations != AS_MANY_AS_FIT:
         return

@@ -100,6 +100,7 @@ def activations(num_layers, **options):
     return plan.device["checkpoints"], plan.device["activations"]
 
 
+@pytest.mark.filterwarnings("ignore:system.keep_activations")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_plan_counts_kept_graphs_beside_one_backward_and_inputs_of_the_others(compiled):
     config, tokens, hidden = SimpleNamespace(**QWEN_14B), SHAPE.num_tokens, 2 * SHAPE.num_tokens * QWEN_14B["hidden_size"]
@@ -147,7 +148,8 @@ def test_as_many_layers_are_kept_as_the_plan_has_room_for(name):
 def test_without_a_device_nothing_is_kept_and_a_number_given_is_not_chosen():
     assert build("in_memory", make_spec(keep_activations=-1)).placement == {"kept_layers": 0}
     assert not hasattr(build("in_memory", make_spec(keep_activations=1)), "placement")
-    system = build("in_memory", make_spec(keep_activations=-1, activation_checkpointing=False))
+    with pytest.warns(UserWarning, match=r"^system\.keep_activations: got -1, which has no effect where .* is false"):
+        system = build("in_memory", make_spec(keep_activations=-1, activation_checkpointing=False))
     assert system.placement == {"kept_layers": 2}
 
 
