@@ -52,8 +52,21 @@ def executed(name: str) -> nbformat.NotebookNode:
         NotebookClient(notebook, config=SOCKETS, **options).execute()
     for cell in notebook.cells:
         cell["metadata"] = {}
+        if "outputs" in cell:
+            cell["outputs"] = joined(cell["outputs"])
     notebook.metadata["language_info"] = {"name": "python"}
     return notebook
+
+
+def joined(outputs: Sequence[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
+    """Printed text that follows printed text in one output: where a kernel cuts it is chance. Nothing changes places."""
+    found: list[nbformat.NotebookNode] = []
+    for output in outputs:
+        if found and output["output_type"] == "stream" == found[-1]["output_type"] and output["name"] == found[-1]["name"]:
+            found[-1]["text"] += output["text"]
+        else:
+            found.append(output)
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
