@@ -63,6 +63,7 @@ COLUMNS: dict[str, str] = {
     "gpu": "string",
     "torch_version": "string",
     "deepspeed_version": "string",
+    "allocator": "string",
     "git_commit": "string",
     "started_at": "string",
     "source": "string",

@@ -42,6 +42,12 @@ def cell_variables(omp_num_threads: int = 0) -> dict[str, str]:
     return {name: value for name, value in ours.items() if name not in os.environ} | asked
 
 
+def allocator() -> str | None:
+    """How torch's allocators are set in every cell: by `cell_variables`, or by the user's own environment in its place."""
+    known = {**os.environ, **cell_variables()}
+    return known.get("PYTORCH_ALLOC_CONF", known.get("PYTORCH_CUDA_ALLOC_CONF"))
+
+
 def cpu_model() -> str:
     """The CPU's marketing name, or the architecture where the kernel does not tell."""
     try:

@@ -103,6 +103,8 @@ class Row:
     """gpu, num_gpus, device_bytes, cpu, num_cores, host_bytes, boot, matrix_peak_tflops, datasheet_tflops. boot: eight hex digits,
     the same in rows of one machine between two of its starts; None where unreadable, not there in older rows."""
     versions: dict[str, str] = field(default_factory=dict)
+    allocator: str | None = None
+    """PYTORCH_ALLOC_CONF of the cell's process: the bench's, or the user's in its place; None in older rows."""
     git_commit: str | None = None
     started_at: str = ""
     """UTC, ISO 8601."""

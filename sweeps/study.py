@@ -231,11 +231,8 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
         for name, flops in plan.get("flops_per_token", {}).items()
         if flops is not None and tokens_per_s is not None
     }
-    memory = {
-        "allocated": done.get("allocated_bytes"),
-        "reserved": done.get("reserved_bytes"),
-        "nvml": outcome.peak_device_nvml_bytes,
-    }
+    observed = (done.get("allocated_bytes"), done.get("reserved_bytes"), outcome.peak_device_nvml_bytes)
+    memory = dict(zip(("allocated", "reserved", "nvml"), observed, strict=True))
     return Row(
         experiment=cell.experiment,
         cell=cell.hash,
@@ -269,6 +266,7 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
         counters=dict(done.get("counters", {})),
         machine=machine,
         versions=environment.versions(),
+        allocator=environment.allocator(),
         git_commit=environment.git_commit(),
         started_at=started_at,
         cell_s=outcome.cell_s,

@@ -142,6 +142,14 @@ def test_a_system_may_cut_the_step_and_count_its_threads_by_itself() -> None:
     assert environment.cell_variables(3)["OMP_NUM_THREADS"] == "3"
 
 
+def test_a_row_says_how_the_allocators_were_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment.allocator() == environment.cell_variables()["PYTORCH_ALLOC_CONF"]
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    assert environment.allocator() == "max_split_size_mb:64"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+    assert environment.allocator() == "expandable_segments:False"
+
+
 def test_a_machine_says_which_boot_it_is_and_names_no_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     boots = []
     for number, text in enumerate(("first\n", "first\n", "second\n")):
