@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import re
+import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -19,6 +21,8 @@ REFUSAL = re.compile(r"needs ([\d,]+) bytes of (\w+) memory, allowed ([\d,]+)")
 """What sweeps/cell.py says of a cell without room."""
 MISSED = 0.8
 """Share of the planned host bytes under which a peak was not seen."""
+SETTLED = 0.96
+"""Share of the windows' mean under which a last window that no earlier one undercuts was not the end of warming up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +105,18 @@ class Standing:
         if not self.measured or seen is None or planned is None or seen >= MISSED * planned:
             return None
         return f"{seen / 1e9:.1f} GB of host memory seen of {planned / 1e9:.1f} GB planned: sampled too early"
+
+    @property
+    def unsettled(self) -> str | None:
+        """What to know of one run whose windows were still getting shorter: its speed, that of all of them, is too low."""
+        steps = self.step_s
+        if self.speed is None or self.num_repeats > 1 or len(steps) < 2 or any(map(operator.lt, steps, steps[1:])):
+            return None
+        mean, last = statistics.fmean(steps), steps[-1]
+        if last > SETTLED * mean:
+            return None
+        told = ", ".join(f"{seconds:#.3g}" for seconds in steps)
+        return f"not settled, windows of {told} s a step; by the last alone {self.speed.value * mean / last:,.0f} tokens/s"
 
 
 def pooled(repeats: list[Standing]) -> Standing:

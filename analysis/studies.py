@@ -147,7 +147,7 @@ class Study:
             told += [f"{name}: {mine.status_label}{why}"] if why or not mine.measured else []
             told += [f"{name}: numerics differ from the reference; not compared"] if mine.differs else []
             told += [f"{name}: {mine.caveat}"] if mine.measured and mine.caveat else []
-            told += [f"{name}: {mine.missed}"] if mine.missed else []
+            told += [f"{name}: {known}" for known in (mine.missed, mine.unsettled) if known]
             apart = settings_apart(one, families(self.cells)[one.family][0]) if self.scale else []
             told += [f"{name}: {'; '.join(apart)}"] if apart else []
         told += ["Predicted speeds are the cost model's, not measured."] if any(one.predicted for one in self.cells) else []

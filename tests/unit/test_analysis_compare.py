@@ -128,3 +128,17 @@ def test_what_keeps_layers_in_memory_is_no_reference_beside_the_stand_in() -> No
 def test_a_row_without_verdict_is_not_ranked_beside_checked_ones() -> None:
     rows = [row("zero3", [3.0], agrees=True), row("megatrain", [1.0], agrees=None)]
     assert [one.system for one in comparison(rows).ranked] == ["zero3"]
+
+
+@pytest.mark.parametrize(
+    ("windows", "by_the_last"),
+    [([3.16, 2.78, 2.35], "13,944"), ([2.1, 2.0, 2.0], None), ([2.0, 1.5], "21,845"), ([2.5, 2.0, 2.1], None), ([2.0], None)],
+)
+def test_windows_that_still_get_shorter_are_told(windows: list[float], by_the_last: str | None) -> None:
+    def told(*repeats: int) -> list[str]:
+        common = {"system": {"name": "zero3", "dtype": "bfloat16"}, "machine": {"device": "cuda"}}
+        rows = [row("zero3", windows, cell=f"{n}", config=common | {"measure": {"repeat": n}}) for n in repeats]
+        return [note for note in notes(comparison(rows)) if "not settled" in note]
+
+    assert [note.endswith(f"by the last alone {by_the_last} tokens/s") for note in told(1)] == ([True] if by_the_last else [])
+    assert not told(1, 2), "repeats tell their spread"
