@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 
 from sweeps import auto, environment, study
 from sweeps.config import Cell
-from sweeps.result import Row, comparison_key, hashed
+from sweeps.result import NEUTRAL, Row, comparison_key, hashed
 
 PLUGIN = "hydra_plugins.hydra_optuna_sweeper"
 PRUNE = 0.9
@@ -111,7 +111,9 @@ def overlay(best: Row, choice: str, num_trials: int) -> str:
     """The winner as a file of conf/system on top of the one that the search started from: what differs, beside what it was."""
     with initialize_config_dir(str(auto.CONF), version_base="1.3"):
         before: Any = OmegaConf.to_container(compose("config", [f"system={choice}"]).system, resolve=True)
-    found = {key: value for key, value in best.config["system"].items() if key != "preset" and before.get(key) != value}
+    system = best.config["system"]
+    untold = {"preset", *(key for key in NEUTRAL if key not in before and not system.get(key))}
+    found = {key: value for key, value in system.items() if key not in untold and before.get(key) != value}
     label = [word for word in str(before.get("preset") or "").split() if word != "tuned"]  # a tuned twinflow is no tuned zero3
     versions = ", ".join(f"{name} {best.versions[name]}" for name in ("torch", "deepspeed") if name in best.versions)
     lines = [

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from baselines.system import Unsupported, build
 from sweeps import auto, environment, run, tuner
 from sweeps.config import Cell, cell_from
-from sweeps.result import read_rows
+from sweeps.result import NEUTRAL, read_rows
 from sweeps.sinks import JsonlSink
 from tests.e2e.test_sweeps_cli import ENVIRONMENT, ROOT, SMALL
 from tests.unit.test_analysis_load import row
@@ -72,7 +72,8 @@ def test_a_search_writes_its_winner_and_trials_and_goes_on_where_it_stopped(chec
     assert {key: best.config["system"][key] for key in told if key not in ("defaults", "preset")}.items() <= told.items()
     shown = command(checkout, f"system=tuned/{name}", "--cfg", "job", "-p", "system")
     composed_system = yaml.safe_load(shown.stdout.partition("\n")[2])
-    assert composed_system == {**best.config["system"], "preset": "tuned fast"}, shown
+    as_run = {key: value for key, value in best.config["system"].items() if value or key not in NEUTRAL}
+    assert composed_system == {**as_run, "preset": "tuned fast"}, shown
 
 
 def test_every_search_has_the_same_budget_and_starts_from_a_valid_cell() -> None:
