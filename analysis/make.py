@@ -36,8 +36,9 @@ def comparisons(frame: pd.DataFrame, folder: Path, name: str) -> list[Path]:
     sections = report.sections(load.latest(frame))
     parts = [part.frame for part in sections if part.study is None]
     written: list[Path] = []
-    for study in (part for part in sections if part.study is not None and part.study.tells_losses):
-        written += style.save(convergence.study_figure(study.frame), folder / f"{name}.convergence")
+    for part in sections:  # of a scale the table tells: its lines, a place each, would all look alike
+        if part.study is not None and part.study.tells_losses and part.study.scale is None:
+            written += style.save(convergence.study_figure(part.frame), folder / f"{name}.convergence")
     for number, part in enumerate(parts, 1):
         stem = name if len(parts) == 1 else f"{name}-{number}"
         written += style.save(memory.figure(part), folder / f"{stem}.memory")

@@ -104,8 +104,8 @@ SYSTEMS: dict[str, Look] = {
 
 PRESETS: dict[str, tuple[str | None, ...]] = {
     "megatrain": ("fast", "stream", "stream compiled", "paper", "long"),
-    "zero3": (None, "compiled", "optimizer", "optimizer compiled", "twinflow", "twinflow compiled", "kept compiled"),
-    "fsdp2": (None, "compiled", "grad_op", "grad_op compiled", "kept compiled"),
+    "zero3": (None, "compiled", "kept compiled", "optimizer", "optimizer compiled", "twinflow", "twinflow compiled"),
+    "fsdp2": (None, "compiled", "kept compiled", "grad_op", "grad_op compiled"),
     "superoffload": (None, "compiled", "kept compiled"),
     "in_memory": (None, "compiled", "kept compiled"),
 }
@@ -153,8 +153,8 @@ KINDS: dict[str, Fill] = {
 """Kinds of planned bytes, in the order in which they are stacked; a kind that is not here is drawn as other."""
 
 LINES: tuple[Any, ...] = ("-", "-.", (0, (7, 1.2)), (0, (7, 1.2, 1, 1.2, 1, 1.2)))
-FILLS = ("full", "left", "bottom")
-"""Line and marker fill of the variants of one system, in turn: twelve before both repeat. Dashes, dots and hollow markers are
+FILLS = ("full", "left", "bottom", "right", "top")
+"""Line and marker fill of the variants of one system, in turn: twenty before both repeat. Dashes, dots and hollow markers are
 kept for what was not measured here."""
 
 EDGE = 0.6

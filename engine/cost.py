@@ -75,8 +75,7 @@ class Rates:
 def measure(device: torch.device, num_threads: int, *, pinned: bool = True) -> Rates:
     """Probe the rates of this machine; a second or two, 0.8 GiB of device and 1.1 GiB of host memory for that time.
 
-    pinned: whether the link is probed from pinned memory. From pageable memory its rates hold, but not the cost model's
-    assumption that a copy leaves the launching thread free: the prediction is then a lower bound.
+    pinned: whether the link is probed from pinned memory.
     """
     try:
         return _probe(device, num_threads, pinned)

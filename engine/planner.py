@@ -96,11 +96,15 @@ class Planner:
 
     def predict(self, p: Pipeline) -> Timeline:
         """One steady step, simulated."""
-        return simulate(build(p), self._cost(p).seconds)
+        return simulate(build(self._in_turn(p)), self._cost(p).seconds)
 
     def predict_window(self, p: Pipeline, num_steps: int) -> float:
         """Seconds of `num_steps` steps between two drains, simulated."""
-        return window_s(build(p), self._cost(p).seconds, num_steps)
+        return window_s(build(self._in_turn(p)), self._cost(p).seconds, num_steps)
+
+    def _in_turn(self, p: Pipeline) -> Pipeline:
+        """`p` as it runs: pageable copies hold the launching thread until they are done, so all takes turns as on one stream."""
+        return replace(p, streams=1) if self.config.pinned == "none" else p
 
     def _cost(self, p: Pipeline) -> Cost:
         return Cost(

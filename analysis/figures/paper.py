@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from analysis import load, style
-from analysis.cells import Cell, percent, variants
+from analysis.cells import Cell, percent, speed_of, variants
 from analysis.effects import Change, setting_changes
 from analysis.figures import layout
 from analysis.figures.apart import Crosses, Line, Taken, keep_clear, set_apart
@@ -50,8 +50,8 @@ def figure(frame: pd.DataFrame) -> Figure:
         drawn.legend(handles=_legend(panels.flat), loc="outside lower center", ncols=4, columnspacing=1.0)
         here = "; ".join(f"({mark}) {machine}" if mark else machine for machine, mark in marks.items())
         lines_told = [
-            f"hollow, dotted: the paper, {headline[0].hardware}; filled: measured, with 95% intervals; points of one place stand "
-            "side by side where they would overlap",
+            f"hollow, dotted: the paper, {headline[0].hardware}; filled: measured, with 95% intervals, a rival's fastest "
+            "configuration on each machine; points of one place stand side by side where they would overlap",
             f"here: {here}" if here else "nothing measured yet",
             "† flagged in paper.csv; formulas are those of the measured points, the paper's is not stated or fits in part",
         ]
@@ -70,8 +70,8 @@ def line_panel(
 ) -> None:
     """Claims of each system over `place`, and what was measured for the same places, in TFLOPS under `formula`.
 
-    A line is one system and preset of one study on one machine; its last point and what had no room carry the machine's mark. A
-    point by itself that would lie on another stands beside it.
+    A line is one system and preset of one study on one machine; its last point and what had no room carry the machine's mark. Of
+    what a rival reached at a place on a machine the fastest is drawn. A point by itself that would lie on another stands beside it.
     """
     mine: dict[tuple[str, str | None, str, tuple[str, str]], dict[float, Cell]] = {}
     for one in told:
@@ -95,8 +95,13 @@ def line_panel(
         label = f"{style.name_of(system)} {preset or ''}".strip()
         return style.curve(system, looks[system, preset]) | {"markersize": 3.8, "label": label}
 
+    best: dict[tuple[str, str, float], float] = {}
+    for (system, _, machine, _), points in mine.items():
+        for at, cell in points.items():
+            best[system, machine, at] = max(speed_of(cell), best.get((system, machine, at), 0.0))
     for (system, preset, machine, _), points in mine.items():
-        measured = {at: cell for at, cell in points.items() if cell.standing.measured}
+        shown = {at: cell for at, cell in points.items() if system == "megatrain" or speed_of(cell) == best[system, machine, at]}
+        measured = {at: cell for at, cell in shown.items() if cell.standing.measured}
         lines += [_measured(axes, measured, formula, look(system, preset), marks[machine])] if measured else []
     axes.set_ylim(0, 1.15 * axes.dataLim.ymax)
     keep_clear(axes, [(place(one), one.value) for one in told if one.value is not None], taken)

@@ -56,7 +56,7 @@ def test_committed_tables_fit_a_page(path: Path) -> None:
         assert tex.count("{") == tex.count("}")
 
 
-@pytest.mark.parametrize(("name", "set_in"), [("zero3_14b", 6.49), ("ladder", 5.11), ("precision", 5.93), ("device_memory", 4.48)])
+@pytest.mark.parametrize(("name", "set_in"), [("zero3_14b", 6.49), ("ladder", 5.11), ("precision", 5.93), ("device_memory", 6.22)])
 def test_the_width_is_about_what_latex_makes_of_it(name: str, set_in: float) -> None:
     """set_in: inches as pdflatex set these (article, 10 pt, Computer Modern)."""
     assert width_in(fitted_to_page(sheet_of(name))) == pytest.approx(set_in, rel=0.07)

@@ -49,7 +49,12 @@ UNEXPLAINED = {
 
 def probes(row: Row) -> list[dict[str, float]]:
     """What the cells of the row's machine had probed: one probe of AdamW says less of a cell than all of its machine's."""
-    return [other.plan["rates"] for other in MEASURED.values() if machine(other) == machine(row)]
+    return [one.plan["rates"] for one in MEASURED.values() if (machine(one), pageable(one)) == (machine(row), pageable(row))]
+
+
+def pageable(row: Row) -> bool:
+    """Whether copies were from and to pageable memory, as the link was probed then."""
+    return bool(row.config["system"].get("pinned") == "none")
 
 
 def machine(row: Row) -> tuple[Any, ...]:
