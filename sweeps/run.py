@@ -82,12 +82,12 @@ def command_of(argv: Sequence[str]) -> Command:
         base = compose(name, [*fixed, *extra], return_hydra_config=True)
         if not args.multirun and base.hydra.mode != RunMode.MULTIRUN:
             return Command(cells=[study.compose_cell(compose(name, [*args.overrides, *extra]))], argv=list(argv))
-        if base.get("time_limit_s") is not None and not (_basic(base.hydra.sweeper) and _basic(base.hydra.launcher)):
-            raise ValueError(
-                f"time_limit_s: got {base.time_limit_s}, allowed null for a search and with any launcher but Hydra's own; leave it "
-                "out (a search has hydra.sweeper.n_trials)"
-            )
         tune = base.hydra.runtime.choices.get("tune")
+        if base.get("time_limit_s") is not None and not ((tune or _basic(base.hydra.sweeper)) and _basic(base.hydra.launcher)):
+            raise ValueError(
+                f"time_limit_s: got {base.time_limit_s}, allowed null with any sweeper or launcher but Hydra's own and a search's "
+                "(+tune=NAME); leave it out"
+            )
         system = str(base.hydra.runtime.choices["system"])
         if tune:
             HydraConfig.instance().set_config(base)  # the study is called after hydra:runtime.choices.system
@@ -165,17 +165,17 @@ def _job(cfg: DictConfig) -> float:
         cell = study.compose_cell(cfg)
         if left_out(cell.measure.repeat, cell.measure.repeated, choices.get("system")):
             return 0.0
-        limit_s, deadline = cell.time_limit_s, STARTED + (cell.time_limit_s or math.inf)
+        limit_s, deadline = cell.time_limit_s, _deadline(cell)
         if limit_s and (why := FORECAST.too_long(cell, deadline - time.monotonic(), limit_s)):
+            if not (choices.get("tune") and LATE):  # the sampler asks for all of its trials
+                print(f"{_label(cell)} {cell.system}: not begun: {why}", flush=True)
             LATE.append(cell)
-            print(f"{_label(cell)} {cell.system}: not begun: {why}", flush=True)
             return 0.0
         with FORECAST.watching(cell):
             row = study.run_cell(tuner.pruned(cell) if choices.get("tune") else cell, _label(cell), deadline)
         return row.tokens_per_s or 0.0
     except study.TimeIsUpError:
-        LATE.append(cell)
-        print("  stopped, no row: time_limit_s is up; the same command goes on (raise it if this was the first cell)", flush=True)
+        _time_is_up(cell)
         return 0.0
     except USER_ERRORS as error:
         if _full_error():
@@ -184,6 +184,32 @@ def _job(cfg: DictConfig) -> float:
             print(f"refused: {one_line(error)}", flush=True)
             return 0.0
         fail(error)  # SystemExit passes Hydra, which would run the other jobs before it raised this
+
+
+def _deadline(cell: Cell) -> float:
+    """When this command's time is up, on time.monotonic's clock."""
+    return STARTED + (cell.time_limit_s or math.inf)
+
+
+def _time_is_up(cell: Cell) -> None:
+    LATE.append(cell)
+    print("  stopped, no row: time_limit_s is up; the same command goes on (raise it if this was the first cell)", flush=True)
+
+
+def _begin(start: Cell) -> bool:
+    """Measure the cell that a search starts from; whether there is anything to search."""
+    try:
+        return study.run_cell(start, "default,", _deadline(start)).status != "unsupported"
+    except study.TimeIsUpError:
+        _time_is_up(start)
+        return False
+
+
+def _finish(command: Command) -> int:
+    """Report what there is; the exit code, were it not for the time limit."""
+    if command.tune:
+        return tuner.finish(PLANNED[0], command.system)
+    return study.finish(PLANNED) if PLANNED else 0
 
 
 def _full_error() -> bool:
@@ -217,11 +243,9 @@ def main() -> int:
         predicted = study.check(PLANNED, max(1.0, STARTED + (limit_s or math.inf) - time.monotonic()))
         FORECAST = forecast.announce(PLANNED, predicted)
         sys.argv[1:] = command.argv
-        if not command.tune or study.run_cell(PLANNED[0], "default,").status != "unsupported":
+        if not command.tune or _begin(PLANNED[0]):
             _job()
-        if command.tune:
-            return tuner.finish(PLANNED[0], command.system)
-        code = study.finish(PLANNED) if PLANNED else 0
+        code = _finish(command)
         return UNFINISHED if LATE else code
     except BrokenPipeError:  # the reader (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -35,9 +35,11 @@ def sweeper_of(override: str) -> dict[str, Any]:
     return parts | {key: sweeper[key] for key in ("n_trials", "direction", "n_jobs")}
 
 
-def command(checkout: Path, *overrides: str, **env: str) -> subprocess.CompletedProcess[str]:
+def command(checkout: Path, *overrides: str, left_s: float = 1000.0, **env: str) -> subprocess.CompletedProcess[str]:
+    """left_s: seconds left of a time limit of 1000."""
     environment = {**ENVIRONMENT, "PYTHONPATH": str(checkout), **env}
-    arguments = [sys.executable, "-m", "sweeps.run", *overrides]
+    code = f"import sys, time; from sweeps import run; run.STARTED = time.monotonic() - 1000 + {left_s}; sys.exit(run.main())"
+    arguments = [sys.executable, "-c", code, *overrides]
     return subprocess.run(arguments, cwd=checkout, env=environment, capture_output=True, text=True, timeout=280, check=False)
 
 
@@ -74,6 +76,13 @@ def test_a_search_writes_its_winner_and_trials_and_goes_on_where_it_stopped(chec
     composed_system = yaml.safe_load(shown.stdout.partition("\n")[2])
     as_run = {key: value for key, value in best.config["system"].items() if value or key not in NEUTRAL}
     assert composed_system == {**as_run, "preset": "tuned fast"}, shown
+    (folder / f"{name}.yaml").unlink()
+    wider = [item.replace("depth=2", "depth=3,4") for item in search]
+    late = command(checkout, *wider, "hydra.sweeper.n_trials=5", "time_limit_s=1000", left_s=-1)
+    assert late.returncode == run.UNFINISHED, late
+    assert late.stdout.count("not begun: 0 s left of time_limit_s = 1000") == 1, late
+    assert len(read_rows(checkout / "out" / "rows.jsonl")) == len(rows)
+    assert yaml.safe_load((folder / f"{name}.yaml").read_text()) == told, "the winner so far"
 
 
 def test_every_search_has_the_same_budget_and_starts_from_a_valid_cell() -> None:
