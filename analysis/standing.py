@@ -77,7 +77,7 @@ class Standing:
 
     @property
     def is_reference(self) -> bool:
-        """Whether this is the in-memory system: the numerics reference and the upper bound."""
+        """Whether this is the in-memory system: the numerics reference."""
         return self.system == REFERENCE
 
     @property
