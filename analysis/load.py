@@ -77,6 +77,7 @@ COLUMNS: dict[str, str] = {
     "host_split": "object",
     "plan": "object",
     "counters": "object",
+    "window_counters": "object",
     "machine": "object",
     "versions": "object",
     "config": "object",

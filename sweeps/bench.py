@@ -27,7 +27,8 @@ def measure(system: TrainingSystem, batches: Iterator[Batch], spec: Measure, emi
     """Train `spec.num_steps` steps of a system that is set up, and time the windows among them.
 
     What it saw leaves as `losses` events, one for the warm-up and one a window: first_step; losses, mean per label token,
-    nats; seconds, None for the warm-up; num_tokens, those with a label. A first window slower than `spec.stop_below` is the last.
+    nats; seconds, None for the warm-up; num_tokens, those with a label; counters, what the system counted meanwhile. A first
+    window slower than `spec.stop_below` is the last.
 
     Raises NonFiniteLossError, after the step's window was reported, when a loss is NaN or infinite.
     """
@@ -36,7 +37,8 @@ def measure(system: TrainingSystem, batches: Iterator[Batch], spec: Measure, emi
     warmup = [next(batches) for _ in range(spec.warmup_steps)]
     pending = _enqueue(system, warmup, 0, emit)
     system.drain()
-    _read(pending, 0, emit, seconds=None, num_tokens=0)
+    counted = dict(system.counters())
+    _read(pending, 0, emit, seconds=None, num_tokens=0, counters=counted)
     emit("phase", name="windows")
     for window in range(spec.windows):
         first_step = spec.warmup_steps + window * spec.steps_per_window
@@ -46,7 +48,9 @@ def measure(system: TrainingSystem, batches: Iterator[Batch], spec: Measure, emi
         pending = _enqueue(system, steps, first_step, emit)
         system.drain()
         seconds = watch.stop()
-        _read(pending, first_step, emit, seconds=seconds, num_tokens=num_tokens)
+        before, counted = counted, dict(system.counters())
+        counters = {name: value - before.get(name, 0.0) for name, value in counted.items()}
+        _read(pending, first_step, emit, seconds=seconds, num_tokens=num_tokens, counters=counters)
         if window == 0 and num_tokens < spec.stop_below * seconds:
             break
 
@@ -60,10 +64,10 @@ def _enqueue(system: TrainingSystem, steps: Sequence[Batch], first: int, emit: E
     return pending
 
 
-def _read(pending: Sequence[torch.Tensor], first: int, emit: Emit, *, seconds: float | None, num_tokens: int) -> None:
+def _read(pending: Sequence[torch.Tensor], first: int, emit: Emit, **seen: Any) -> None:
     losses = [float(loss) for loss in pending]
     if losses:
-        emit("losses", first_step=first, losses=losses, seconds=seconds, num_tokens=num_tokens)
+        emit("losses", first_step=first, losses=losses, **seen)
     for number, loss in enumerate(losses, first):
         if not math.isfinite(loss):
             raise NonFiniteLossError(f"step {number}: the loss is {loss}; lower recipe.lr or look at the data")

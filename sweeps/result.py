@@ -36,8 +36,6 @@ NEUTRAL = ("num_micro_batches", "omp_num_threads", "numactl")
 """Knobs of any system that are as good as not there while they are 0 or empty."""
 LOSS_TOLERANCE = 2e-3
 """Largest absolute difference from the reference's losses, nats per token, at which a row `agrees`."""
-
-
 HOST_KINDS = ("weights", "master", "moments", "gradients", "staging")
 
 
@@ -99,6 +97,8 @@ class Row:
     also step_s (steady), window_step_s (as the windows measure it, drains included) and the rates (a second) they follow from.
     placement: where a system chose or was told what goes where, numbers of blocks and layers."""
     counters: dict[str, float] = field(default_factory=dict)
+    """Of all steps; beside it those of each window alone, in the order of step_s (empty in older rows)."""
+    window_counters: list[dict[str, float]] = field(default_factory=list)
     machine: dict[str, Any] = field(default_factory=dict)
     """gpu, num_gpus, device_bytes, cpu, num_cores, host_bytes, boot, matrix_peak_tflops, datasheet_tflops. boot: eight hex digits,
     the same in rows of one machine between two of its starts; None where unreadable, not there in older rows."""

@@ -26,7 +26,7 @@ ROW = {"experiment": "e", "system": "s", "model": "m", "batch_size": 2, "seq_len
 
 
 class Recorder:
-    """A TrainingSystem's two hot calls, written down; each takes a fixed time on the counted clock."""
+    """A TrainingSystem's two hot calls, written down; each takes a fixed time on the counted clock. Counters are not."""
 
     def __init__(self, nan_at: int | None = None) -> None:
         self.calls: list[str] = []
@@ -45,6 +45,9 @@ class Recorder:
     def clock(self) -> float:
         self.calls.append("clock")
         return self.now
+
+    def counters(self) -> dict[str, float]:
+        return {"optimizer_s": 0.25 * self.calls.count("step")}
 
 
 def forever():
@@ -71,6 +74,7 @@ def test_windows_lie_between_drains() -> None:
     assert [event["first_step"] for event in windows] == [2, 5]
     assert [event["seconds"] for event in windows] == [3.5, 3.5]
     assert [event["num_tokens"] for event in windows] == [18, 18]  # 6 label tokens a step: the ignored ones are not counted
+    assert [event["counters"] for event in (warmup, *windows)] == [{"optimizer_s": seconds} for seconds in (0.5, 0.75, 0.75)]
 
 
 def test_a_slow_first_window_is_the_last() -> None:
@@ -219,9 +223,11 @@ def test_a_row_counts_the_tokens_of_all_windows_over_their_seconds():
         {"event": "plan", "flops_per_token": {"6p": 2e12}},
         {"event": "losses", "losses": [9.0], "seconds": None, "num_tokens": 0},
     ]
-    said += [{"event": "losses", "losses": [1.0] * 3, "seconds": seconds, "num_tokens": 18} for seconds in (3.0, 4.0)]
+    window = {"event": "losses", "losses": [1.0] * 3, "num_tokens": 18}
+    said += [window | {"seconds": seconds, "counters": {"optimizer_s": seconds / 4}} for seconds in (3.0, 4.0)]
     row = row_of(cell, Outcome(status="ok", events=said), started_at="", machine={"matrix_peak_tflops": 36.0})
     assert (row.step_s, row.tokens_per_s) == ([1.0, 4 / 3], 36 / 7)
     assert (row.tflops_6p, row.mfu) == (pytest.approx(72 / 7), pytest.approx(2 / 7))
     assert row.losses == [9.0] + [1.0] * 6
+    assert row.window_counters == [{"optimizer_s": 0.75}, {"optimizer_s": 1.0}]
     assert row_of(cell, Outcome(status="timeout", events=said), started_at="", machine={}).tokens_per_s is None
