@@ -19,7 +19,7 @@ from analysis.style import SYSTEMS
 from sweeps.result import LOSS_TOLERANCE
 
 BASELINE = "zero3"
-AS_IT_IS = (None, "compiled", "kept", "kept compiled", "tuned")
+AS_IT_IS = (None, "compiled", "kept", "kept compiled", "tuned", "tuned kept")
 """Presets that leave a system what its name says: its defaults, compiled or not, recomputing every layer or only those without
 room, and what sweeps/tuner.py found."""
 PLACED = {

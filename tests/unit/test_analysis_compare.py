@@ -82,13 +82,15 @@ def compiling(system: str, seconds: float, preset: str | None = None, **more: An
     return row(system, [seconds, seconds * 1.01, seconds * 0.99], preset=preset, config=config, **more)
 
 
-@pytest.mark.parametrize(("seconds", "base"), [(1.2, "kept compiled"), (1.6, "compiled")])
-def test_ratios_are_over_the_fastest_zero3_whether_it_recomputes_every_layer_or_not(seconds: float, base: str) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "preset", "base"), [(1.2, "kept", "kept compiled"), (1.6, "kept", "compiled"), (1.2, "tuned kept", "tuned kept")]
+)
+def test_ratios_are_over_the_fastest_zero3_whether_it_recomputes_every_layer_or_not(seconds: float, preset: str, base: str) -> None:
     rows = [
         row("megatrain", [1.0, 1.01, 0.99], agrees=True),
         row("zero3", [2.0, 2.01, 1.99], agrees=True),
         compiling("zero3", 1.5, agrees=True),
-        compiling("zero3", seconds, "kept", agrees=True),
+        compiling("zero3", seconds, preset, agrees=True),
         compiling("zero3", 1.1, "optimizer", agrees=True),  # does not offload its weights
     ]
     found = comparison(rows)
