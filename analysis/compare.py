@@ -88,6 +88,7 @@ def notes(comparison: Comparison) -> list[str]:
     told += [f"{one.label}: {one.missed}" for one in comparison.standings if one.missed]
     told += [f"{one.label}: {one.unsettled}" for one in comparison.standings if one.unsettled]
     told += [placed for one in comparison.standings if one.measured and (placed := _placement(one))]
+    told += [f"{one.label}: {one.optimizer}." for one in comparison.standings if one.optimizer]
     told += [_prediction(one) for one in comparison.standings if one.measured and one.plan.get("window_step_s")]
     if not comparison.numerics_checked and comparison.ranked:
         told.append("No reference row: numerics were not checked.")

@@ -6,7 +6,7 @@ import operator
 import re
 import statistics
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import pandas as pd
@@ -39,6 +39,8 @@ class Standing:
     """Seconds a step of every window, repeat after repeat."""
     num_repeats: int = 1
     """Repeats that were measured."""
+    optimizer_s: list[tuple[float, float]] = field(default_factory=list)
+    """Seconds a step that the optimizer ran and was waited for, of every window, as step_s; empty where the rows do not say."""
     ratio: Estimate | None = None
     """Speed over the fastest ZeRO-3's, not counting its other presets unless there is nothing else; None without one, or where its
     own numerics differ."""
@@ -107,6 +109,15 @@ class Standing:
         return f"{seen / 1e9:.1f} GB of host memory seen of {planned / 1e9:.1f} GB planned: sampled too early"
 
     @property
+    def optimizer(self) -> str | None:
+        """How much of a step was the optimizer's; None where it is not known, or nothing ran apart from the step."""
+        if not self.measured or not any(ran for ran, _ in self.optimizer_s):
+            return None
+        ran, waited = (statistics.fmean(seconds) for seconds in zip(*self.optimizer_s, strict=True))
+        step = statistics.fmean(self.step_s)
+        return f"of {step:#.3g} s a step the optimizer ran for {ran:#.3g} s, and was waited for {waited:#.3g} s"
+
+    @property
     def unsettled(self) -> str | None:
         """What to know of one run whose windows were still getting shorter: its speed, that of all of them, is too low."""
         steps = self.step_s
@@ -139,6 +150,7 @@ def pooled(repeats: list[Standing]) -> Standing:
         first,
         speed=speed,
         step_s=[second for one in measured for second in one.step_s],
+        optimizer_s=[seconds for one in measured for seconds in one.optimizer_s],
         num_repeats=len(measured),
         reason=f"{len(failed)} of {len(repeats)} repeats failed ({failed[-1].status_label})" if failed else _first_reason(measured),
         tflops=_scaled(first.tflops, scale),
@@ -176,6 +188,7 @@ def standing_of(record: Mapping[Hashable, Any]) -> Standing:
         reason=known.get("reason", ""),
         speed=stats.throughput(known.get("tokens_per_s"), step_s),
         step_s=step_s,
+        optimizer_s=_optimizer_s(known),
         tflops=known.get("tflops_6p"),
         mfu=known.get("mfu"),
         mfu_datasheet=known.get("mfu_datasheet"),
@@ -195,6 +208,12 @@ def standing_of(record: Mapping[Hashable, Any]) -> Standing:
         and known.get("max_loss_difference") == 0.0,
         caveat=known.get("caveat"),
     )
+
+
+def _optimizer_s(known: Mapping[str, Any]) -> list[tuple[float, float]]:
+    steps = known["config"].get("measure", {}).get("steps_per_window")
+    windows = known["window_counters"] if steps else []
+    return [(one["optimizer_s"] / steps, one["optimizer_wait_s"] / steps) for one in windows if "optimizer_wait_s" in one]
 
 
 def _gb(num_bytes: str) -> str:

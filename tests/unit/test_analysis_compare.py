@@ -144,3 +144,18 @@ def test_windows_that_still_get_shorter_are_told(windows: list[float], by_the_la
 
     assert [note.endswith(f"by the last alone {by_the_last} tokens/s") for note in told(1)] == ([True] if by_the_last else [])
     assert not told(1, 2), "repeats tell their spread"
+
+
+def test_a_table_says_how_much_of_a_step_was_the_optimizers() -> None:
+    def row_of(repeat: int, *counters: dict[str, float]) -> Row:
+        config = told("zero3") | {"measure": {"repeat": repeat, "steps_per_window": 2}}
+        return row("zero3", [2.0, 2.1], cell=f"{repeat}", config=config, window_counters=list(counters))
+
+    ran = [{"optimizer_s": 2.0, "optimizer_wait_s": 1.0}, {"optimizer_s": 2.4, "optimizer_wait_s": 1.2}]
+    words = "ZeRO-3: of 2.05 s a step the optimizer ran for {} s, and was waited for {} s."
+    assert words.format("1.10", "0.550") in notes(comparison([row_of(1, *ran)]))
+    assert words.format("1.00", "0.500") in notes(
+        comparison([row_of(1, *ran), row_of(2, ran[0], {"optimizer_s": 1.6, "optimizer_wait_s": 0.8})])
+    )
+    for silent in ([], [{"h2d_bytes": 1.0}] * 2, [{"optimizer_s": 0.0, "optimizer_wait_s": 0.0}] * 2):
+        assert not [note for note in notes(comparison([row_of(1, *silent)])) if "optimizer" in note]
