@@ -235,8 +235,9 @@ def hashed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def published(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config as its row has it."""
+    """The config as its row has it: of where things lie on this machine, the output folder's own name alone."""
     kept = {name: value for name, value in config.items() if name != "time_limit_s"}
+    kept["output_dir"] = Path(config["output_dir"]).name
     return {**kept, "machine": {name: value for name, value in config["machine"].items() if name not in PATHS}}
 
 

@@ -182,7 +182,7 @@ def test_auto_chooses_among_whole_models(overrides: list[str], message: str) -> 
 
 @pytest.mark.parametrize(("system", "option"), [("published_megatrain", "checkout"), ("zero_infinity", "nvme_path")])
 def test_a_path_of_the_machine_reaches_the_one_system_that_asks_for_it_and_no_row(system: str, option: str) -> None:
-    given = ["machine.checkout=/clone", "machine.nvme_path=/disk"]
+    given = ["machine.checkout=/clone", "machine.nvme_path=/disk", "output_dir=/home/somebody/study"]
     cell = composed(f"system={system}", *given)
     paths = {name: value for name, value in cell.spec().options.items() if name in PATHS}
     assert paths == {option: "/clone" if option == "checkout" else "/disk"}
@@ -190,6 +190,7 @@ def test_a_path_of_the_machine_reaches_the_one_system_that_asks_for_it_and_no_ro
     assert composed(f"system={system}").spec().options[option] is None
     assert not set(composed("system=zero3", *given).spec().options) & set(PATHS)
     assert published(cell.config)["machine"] == {"device": "cpu", "host_bytes": None, "device_bytes": None}
+    assert (cell.rows_path, published(cell.config)["output_dir"]) == (Path("/home/somebody/study/rows.jsonl"), "study")
     assert cell_from(published(cell.config)).hash == cell.hash
 
 
