@@ -1,8 +1,8 @@
 """One group of comparable rows -> who stands where. Tables, figures and the sentence (analysis/verdict.py) all read it from here.
 
 Rows of one configuration, measured in several repeats (measure.repeat), are one standing: their windows are pooled.
-Invariant: only rows whose losses agree with the reference are ranked; the in-memory reference is never
-ranked. Where no reference ran at all, speeds are ranked and the note says that numerics were not checked.
+Invariant: only rows whose losses agree with the reference are ranked; the in-memory reference is never ranked. Where no reference
+ran at all, speeds are ranked and the note says that numerics were not checked.
 """
 
 from __future__ import annotations

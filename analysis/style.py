@@ -105,8 +105,14 @@ SYSTEMS: dict[str, Look] = {
 PRESETS: dict[str, tuple[str | None, ...]] = {
     "megatrain": ("fast", "stream", "stream compiled", "paper", "long"),
     "zero3": (
-        *(None, "compiled", "kept compiled", "optimizer compiled", "twinflow compiled", "twinflow kept compiled"),
-        *("optimizer", "twinflow"),
+        None,
+        "compiled",
+        "kept compiled",
+        "optimizer compiled",
+        "twinflow compiled",
+        "twinflow kept compiled",
+        "optimizer",
+        "twinflow",
     ),
     "fsdp2": (None, "compiled", "kept compiled", "grad_op", "grad_op compiled"),
     "superoffload": (None, "compiled", "kept compiled"),

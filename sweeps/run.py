@@ -165,7 +165,7 @@ def _job(cfg: DictConfig) -> float:
         cell = study.compose_cell(cfg)
         if left_out(cell.measure.repeat, cell.measure.repeated, choices.get("system")):
             return 0.0
-        limit_s, deadline = cell.time_limit_s, _deadline(cell)
+        limit_s, deadline = cell.time_limit_s, _deadline(cell.time_limit_s)
         if limit_s and (why := FORECAST.too_long(cell, deadline - time.monotonic(), limit_s)):
             if not (choices.get("tune") and LATE):  # the sampler asks for all of its trials
                 print(f"{_label(cell)} {cell.system}: not begun: {why}", flush=True)
@@ -186,9 +186,9 @@ def _job(cfg: DictConfig) -> float:
         fail(error)  # SystemExit passes Hydra, which would run the other jobs before it raised this
 
 
-def _deadline(cell: Cell) -> float:
+def _deadline(limit_s: float | None) -> float:
     """When this command's time is up, on time.monotonic's clock."""
-    return STARTED + (cell.time_limit_s or math.inf)
+    return STARTED + (limit_s or math.inf)
 
 
 def _time_is_up(cell: Cell) -> None:
@@ -199,7 +199,7 @@ def _time_is_up(cell: Cell) -> None:
 def _begin(start: Cell) -> bool:
     """Measure the cell that a search starts from; whether there is anything to search."""
     try:
-        return study.run_cell(start, "default,", _deadline(start)).status != "unsupported"
+        return study.run_cell(start, "default,", _deadline(start.time_limit_s)).status != "unsupported"
     except study.TimeIsUpError:
         _time_is_up(start)
         return False
@@ -240,7 +240,7 @@ def main() -> int:
         limit_s = next((cell.time_limit_s for cell in PLANNED), None)
         if len(PLANNED) > 1:
             print(f"{PLANNED[0].experiment}: looking at {len(PLANNED)} cells", flush=True)
-        predicted = study.check(PLANNED, max(1.0, STARTED + (limit_s or math.inf) - time.monotonic()))
+        predicted = study.check(PLANNED, max(1.0, _deadline(limit_s) - time.monotonic()))
         FORECAST = forecast.announce(PLANNED, predicted)
         sys.argv[1:] = command.argv
         if not command.tune or _begin(PLANNED[0]):

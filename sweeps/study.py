@@ -231,8 +231,7 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
         for name, flops in plan.get("flops_per_token", {}).items()
         if flops is not None and tokens_per_s is not None
     }
-    observed = (done.get("allocated_bytes"), done.get("reserved_bytes"), outcome.peak_device_nvml_bytes)
-    memory = dict(zip(("allocated", "reserved", "nvml"), observed, strict=True))
+    memory = {name: done.get(f"{name}_bytes") for name in ("allocated", "reserved")} | {"nvml": outcome.peak_device_nvml_bytes}
     return Row(
         experiment=cell.experiment,
         cell=cell.hash,

@@ -103,9 +103,10 @@ def finish(start: Cell, choice: str, folder: Path = TUNED) -> int:
 
 def trial(row: Row) -> dict[str, Any]:
     """What is kept of one trial."""
-    peaks = ("peak_device_bytes", "peak_host_bytes")
-    kept = ("cell", "status", "tokens_per_s", "step_s", *peaks, "allocator", "git_commit", "started_at")
-    return {name: getattr(row, name) for name in kept} | {"boot": row.machine.get("boot"), "system": row.config["system"]}
+    measured = ("cell", "status", "tokens_per_s", "step_s", "peak_device_bytes", "peak_host_bytes")
+    where = ("allocator", "git_commit", "started_at")
+    told = {name: getattr(row, name) for name in (*measured, *where)}
+    return told | {"boot": row.machine.get("boot"), "system": row.config["system"]}
 
 
 def overlay(best: Row, choice: str, num_trials: int) -> str:

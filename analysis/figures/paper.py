@@ -7,7 +7,7 @@ claim carries a dagger; what ran out of memory is crossed; a line never spans tw
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -27,6 +27,8 @@ SIZES = {"3B": 3.0, "7B": 7.6, "14B": 14.8, "32B": 32.8}
 """Where a size of the paper stands on the axis, 10⁹ parameters."""
 MARGIN = 1.35
 """Room beside the first and the last point of a logarithmic axis."""
+Key = tuple[str, str | None, str, tuple[str, str]]
+"""A line: system, preset, machine, study."""
 
 
 def figure(frame: pd.DataFrame) -> Figure:
@@ -73,7 +75,7 @@ def line_panel(
     A line is one system and preset of one study on one machine; its last point and what had no room carry the machine's mark. Of
     what a rival reached at a place on a machine the fastest is drawn. A point by itself that would lie on another stands beside it.
     """
-    mine: dict[tuple[str, str | None, str, tuple[str, str]], dict[float, Cell]] = {}
+    mine: dict[Key, dict[float, Cell]] = {}
     for one in told:
         for cell in cells_for(one, cells):
             mine.setdefault((cell.standing.system, cell.preset, cell.machine, cell.study), {})[place(one)] = cell
@@ -95,12 +97,9 @@ def line_panel(
         label = f"{style.name_of(system)} {preset or ''}".strip()
         return style.curve(system, looks[system, preset]) | {"markersize": 3.8, "label": label}
 
-    best: dict[tuple[str, str, float], float] = {}
-    for (system, _, machine, _), points in mine.items():
-        for at, cell in points.items():
-            best[system, machine, at] = max(speed_of(cell), best.get((system, machine, at), 0.0))
+    best = _best(mine)
     for (system, preset, machine, _), points in mine.items():
-        shown = {at: cell for at, cell in points.items() if system == "megatrain" or speed_of(cell) == best[system, machine, at]}
+        shown = {at: cell for at, cell in points.items() if system == "megatrain" or cell is best[system, machine, at]}
         measured = {at: cell for at, cell in shown.items() if cell.standing.measured}
         lines += [_measured(axes, measured, formula, look(system, preset), marks[machine])] if measured else []
     axes.set_ylim(0, 1.15 * axes.dataLim.ymax)
@@ -113,6 +112,15 @@ def line_panel(
         place_of_words: Any = {"transform": axes.transAxes, "ha": "left", "va": "top"}
         axes.text(0.02, 0.98, "not measured here yet", fontsize=6.5, color=style.MUTED, **place_of_words)
     style.value_grid(axes, "y")
+
+
+def _best(lines: Mapping[Key, Mapping[float, Cell]]) -> dict[tuple[str, str, float], Cell]:
+    """(system, machine, place) -> the fastest cell there."""
+    best: dict[tuple[str, str, float], Cell] = {}
+    for (system, _, machine, _), points in lines.items():
+        for at, cell in points.items():
+            best[system, machine, at] = max(best.get((system, machine, at), cell), cell, key=speed_of)
+    return best
 
 
 def _tick(value: float) -> str:

@@ -40,6 +40,13 @@ def command_of(output: Path, *overrides: str) -> list[str]:
     return [sys.executable, "-m", "sweeps.run", *overrides, f"output_dir={output}"]
 
 
+def started(left_s: float) -> list[str]:
+    """`python -m sweeps.run` with so many seconds left of a limit of 1000, once it has imported what it needs, however slow the
+    machine is."""
+    code = f"import sys, time; from sweeps import run; run.STARTED = time.monotonic() - 1000 + {left_s}; sys.exit(run.main())"
+    return [sys.executable, "-c", code]
+
+
 def sweep(output: Path, *overrides: str, **env: str) -> CompletedProcess[str]:
     command = command_of(output, *overrides)
     return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT | env, capture_output=True, text=True, timeout=280, check=False)

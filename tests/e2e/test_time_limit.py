@@ -1,7 +1,6 @@
 """A command's time limit: what it leaves out, what it stops, what it keeps."""
 
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +9,12 @@ import pytest
 
 from sweeps import auto, run, study
 from sweeps.isolate import Outcome
-from tests.e2e.test_sweeps_cli import ENVIRONMENT, ROOT, SMALL
+from tests.e2e.test_sweeps_cli import ENVIRONMENT, ROOT, SMALL, started
 
 
 def limited(output: Path, *overrides: str, left_s: float) -> subprocess.CompletedProcess[str]:
-    """The command with so many seconds of its limit left once it has imported what it needs, however slow the machine is."""
-    code = f"import sys, time; from sweeps import run; run.STARTED = time.monotonic() - 1000 + {left_s}; sys.exit(run.main())"
-    command = [sys.executable, "-c", code, *overrides, *SMALL, "logging=none", "time_limit_s=1000", f"output_dir={output}"]
+    """The command with so many seconds of its limit left."""
+    command = [*started(left_s), *overrides, *SMALL, "logging=none", "time_limit_s=1000", f"output_dir={output}"]
     return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=280, check=False)
 
 

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from sweeps import auto, environment, run, tuner
 from sweeps.config import Cell, cell_from
 from sweeps.result import NEUTRAL, read_rows
 from sweeps.sinks import JsonlSink
-from tests.e2e.test_sweeps_cli import ENVIRONMENT, ROOT, SMALL
+from tests.e2e.test_sweeps_cli import ENVIRONMENT, ROOT, SMALL, started
 from tests.unit.test_analysis_load import row
 from tests.unit.test_sweeps_config import composed
 
@@ -38,8 +37,7 @@ def sweeper_of(override: str) -> dict[str, Any]:
 def command(checkout: Path, *overrides: str, left_s: float = 1000.0, **env: str) -> subprocess.CompletedProcess[str]:
     """left_s: seconds left of a time limit of 1000."""
     environment = {**ENVIRONMENT, "PYTHONPATH": str(checkout), **env}
-    code = f"import sys, time; from sweeps import run; run.STARTED = time.monotonic() - 1000 + {left_s}; sys.exit(run.main())"
-    arguments = [sys.executable, "-c", code, *overrides]
+    arguments = [*started(left_s), *overrides]
     return subprocess.run(arguments, cwd=checkout, env=environment, capture_output=True, text=True, timeout=280, check=False)
 
 
