@@ -36,6 +36,11 @@ CASES = {
     "zero3_optimizer": ("zero3", {"param_persistence_threshold": 10**12}, 1.0),
     "zero3_twinflow": ("zero3", {"offload_ratio": 0.5, "offload_param": False, **SMALL}, 1.0),
     "zero3_twinflow filling the device": ("zero3", {"offload_ratio": 0, "offload_param": False, **SMALL}, 1.0),
+    "zero3_twinflow kept": (
+        "zero3",
+        {"offload_ratio": 0.5, "offload_param": False, "keep_activations": -1, "compile": True, **SMALL},
+        1.0,
+    ),
     "superoffload": ("superoffload", SMALL, 0.0),
     "superoffload clipped": ("superoffload", {"clip": True, **SMALL}, 1.0),
     "superoffload twinflow": ("superoffload", {"offload_ratio": 0.5, **SMALL}, 0.0),
