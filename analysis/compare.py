@@ -2,7 +2,7 @@
 
 Rows of one configuration, measured in several repeats (measure.repeat), are one standing: their windows are pooled.
 Invariant: only rows whose losses agree with the reference are ranked; the in-memory reference is never ranked. Where no reference
-ran at all, speeds are ranked and the note says that numerics were not checked.
+ran at all, speeds are ranked and the note says that numerics were not checked, and how far the losses lie apart.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from analysis import stats, style
 from analysis.standing import Standing, pooled, standing_of
 from analysis.stats import Estimate
 from analysis.style import SYSTEMS
-from sweeps.result import LOSS_TOLERANCE
+from sweeps.result import LOSS_TOLERANCE, comparison_key
 
 BASELINE = "zero3"
 AS_IT_IS = (None, "compiled", "kept", "kept compiled", "tuned", "tuned kept")
@@ -40,6 +40,9 @@ class Comparison:
     reference: Standing | None
     on_gpu: bool
     numerics_checked: bool
+    spread: tuple[float, int] | None = None
+    """Largest gap between the losses of any two measured rows at one step, nats per token, and the steps that all of them ran; None
+    where fewer than two were measured, or not all from the same batches and recipe."""
 
     @property
     def ranked(self) -> list[Standing]:
@@ -73,6 +76,7 @@ def compare(frame: pd.DataFrame) -> Comparison:
         reference=reference,
         on_gpu=bool(frame["gpu"].notna().any()),
         numerics_checked=checked,
+        spread=_spread(frame),
     )
 
 
@@ -91,7 +95,7 @@ def notes(comparison: Comparison) -> list[str]:
     told += [f"{one.label}: {one.optimizer}." for one in comparison.standings if one.optimizer]
     told += [_prediction(one) for one in comparison.standings if one.measured and one.plan.get("window_step_s")]
     if not comparison.numerics_checked and comparison.ranked:
-        told.append("No reference row: numerics were not checked.")
+        told.append(" ".join(["No reference row: numerics were not checked.", *_apart(comparison.spread)]))
     told += [f"{one.label}: {one.reason}" for one in comparison.standings if one.measured and one.reason]
     if len({one.num_repeats for one in comparison.standings if one.measured}) > 1:
         told.append("Intervals of what was measured once tell of the windows of one run, not of other runs.")
@@ -171,6 +175,19 @@ def _primacy(one: Standing) -> tuple[bool, bool]:
 
 def _same_losses(one: Standing, other: Standing) -> bool:
     return all(mine == theirs for mine, theirs in zip(one.losses, other.losses, strict=False))
+
+
+def _spread(frame: pd.DataFrame) -> tuple[float, int] | None:
+    """As `Comparison.spread` has it."""
+    rows = [row for row in frame.to_dict("records") if row["status"] == "ok" and row["losses"]]
+    if len(rows) < 2 or not all(row["config"] for row in rows) or len({comparison_key(row["config"]) for row in rows}) > 1:
+        return None
+    steps = list(zip(*(row["losses"] for row in rows), strict=False))
+    return max(max(losses) - min(losses) for losses in steps), len(steps)
+
+
+def _apart(spread: tuple[float, int] | None) -> list[str]:
+    return [f"All losses lie within {spread[0]:.1e} of one another over the {spread[1]} steps that all ran."] if spread else []
 
 
 def _against(standing: Standing, num_steps: int) -> Standing:

@@ -249,15 +249,18 @@ def _total(kinds: dict[str, int] | None) -> int | None:
 def _labels(frame: pd.DataFrame) -> list[str]:
     """The system's name, and as much of preset and config as tells apart the rows of one system in one group.
 
-    A row that is alone says its preset.
+    A configuration that is alone says its preset.
     """
     labels = [name_of(system) for system in frame["system"]]
     families: dict[tuple[Hashable, ...], list[int]] = {}
     for position, key in enumerate(frame[[*GROUP, "system"]].astype(object).itertuples(index=False, name=None)):
         families.setdefault(tuple(map(str, key)), []).append(position)
     presets, configs = list(frame["preset"]), [dict(_told(config)) for config in frame["config"]]
+    configurations = list(frame["configuration"])
     for family in families.values():
-        named = len(family) == 1 or len({str(presets[position]) for position in family}) > 1
+        named = (
+            len({configurations[position] for position in family}) == 1 or len({str(presets[position]) for position in family}) > 1
+        )
         for position in family:
             # A preset stands for its settings: beside it, only what differs within it is told.
             peers = [other for other in family if not named or str(presets[other]) == str(presets[position])]
@@ -265,7 +268,7 @@ def _labels(frame: pd.DataFrame) -> list[str]:
             for key in _differing([configs[other] for other in peers]):
                 told.append(f"{key.rpartition('.')[2]}={configs[position].get(key)}")
             labels[position] += f" {', '.join(told)}" if told else ""
-        _number(labels, family, list(frame["configuration"]))
+        _number(labels, family, configurations)
     return labels
 
 

@@ -24,7 +24,7 @@ from sweeps.result import PATHS, digest, hashed
 COUNTS = ("num_micro_batches", "omp_num_threads")
 """Knobs that any system's group may add (+system.KNOB=N), for the best value differs from system to system: the parts that a step's
 sequences are accumulated in, in place of shape.num_micro_batches, and OMP_NUM_THREADS. 0 is neither; the system never sees them.
-`numactl`, likewise, is a string."""
+`numactl`, likewise, is a string, and `huge_pages` true or false."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 T = TypeVar("T")
 
@@ -123,6 +123,8 @@ class Cell:
     """The system's own knobs: the rest of the system group."""
     omp_num_threads: int = 0
     """OMP_NUM_THREADS of the cell's process (system.omp_num_threads); 0 leaves it."""
+    huge_pages: bool = False
+    """Whether torch asks for transparent huge pages for its pageable host memory (system.huge_pages)."""
     time_limit_s: float | None = None
     """Of the command that the cell belongs to, seconds; None is no limit."""
     numactl: Sequence[str] = ()
@@ -168,7 +170,7 @@ class Cell:
 
 def cell_from(config: Mapping[str, Any]) -> Cell:
     """Validate a plain composed config (device and total_steps already resolved). Raises ValueError, one line."""
-    known = {item.name for item in fields(Cell)} - {"dtype", "options", "omp_num_threads", "numactl", "config"}
+    known = {item.name for item in fields(Cell)} - {"dtype", "options", "omp_num_threads", "huge_pages", "numactl", "config"}
     require("", config, sorted(known - {"time_limit_s"}))  # a row's config has none
     for group in config:
         if group not in known:
@@ -179,6 +181,7 @@ def cell_from(config: Mapping[str, Any]) -> Cell:
     _allow("system", name, tuple(REGISTRY))
     _allow("system.dtype", dtype, tuple(DTYPES))
     num_micro_batches, omp_num_threads = (_count(f"system.{knob}", system.pop(knob, 0)) for knob in COUNTS)
+    huge_pages = _typed("system.huge_pages", system.pop("huge_pages", False), bool)
     numactl = tuple(_typed("system.numactl", system.pop("numactl", ""), str).split())
     require_numactl(numactl)
     shape = build_group(Shape, "shape", config)
@@ -197,6 +200,7 @@ def cell_from(config: Mapping[str, Any]) -> Cell:
         dtype=dtype,
         options=system,
         omp_num_threads=omp_num_threads,
+        huge_pages=huge_pages,
         time_limit_s=_limit("time_limit_s", config.get("time_limit_s")),
         numactl=numactl,
         model=build_group(ModelSpec, "model", config),

@@ -29,8 +29,8 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """Random, made anew by the kernel at every start."""
 
 
-def cell_variables(omp_num_threads: int = 0) -> dict[str, str]:
-    """Environment of every cell, unless the user's own says otherwise; OMP_NUM_THREADS where one is given.
+def cell_variables(omp_num_threads: int = 0, huge_pages: bool = False) -> dict[str, str]:
+    """Environment of every cell, unless the user's own says otherwise; OMP_NUM_THREADS and huge pages where they are asked for.
 
     Kernels compiled by one cell serve the next; and device memory grows in place, or the holes between blocks of unlike
     sizes cost up to 12 GB of an H200 (docs/log.md).
@@ -39,6 +39,7 @@ def cell_variables(omp_num_threads: int = 0) -> dict[str, str]:
     if "PYTORCH_CUDA_ALLOC_CONF" in os.environ:  # the older name of the same
         del ours["PYTORCH_ALLOC_CONF"]
     asked = {"OMP_NUM_THREADS": str(omp_num_threads)} if omp_num_threads else {}
+    asked |= {"THP_MEM_ALLOC_ENABLE": "1"} if huge_pages else {}  # read by torch's CPU allocator
     return {name: value for name, value in ours.items() if name not in os.environ} | asked
 
 

@@ -32,8 +32,8 @@ UNHASHED = ("experiment", "logging", "output_dir", "time_limit_s")
 PATHS = ("checkout", "nvme_path")
 """Fields of machine that stand for a system's option of the same name: where something lies on one machine, which no row tells."""
 UNHASHED_MEASURE = ("timeout_s", "repeated", "stop_below", "heldout_tokens")
-NEUTRAL = ("num_micro_batches", "omp_num_threads", "numactl")
-"""Knobs of any system that are as good as not there while they are 0 or empty."""
+NEUTRAL = ("num_micro_batches", "omp_num_threads", "huge_pages", "numactl")
+"""Knobs of any system that are as good as not there while they are 0, false or empty."""
 LOSS_TOLERANCE = 2e-3
 """Largest absolute difference from the reference's losses, nats per token, at which a row `agrees`."""
 HOST_KINDS = ("weights", "master", "moments", "gradients", "staging")

@@ -183,7 +183,7 @@ def _measure(cell: Cell, log: Path, sinks: Sequence[Sink], deadline: float) -> R
         timeout_s=min(left_s, cell.measure.timeout_s),
         device=device,
         on_event=tell,
-        env=environment.cell_variables(cell.omp_num_threads),
+        env=environment.cell_variables(cell.omp_num_threads, cell.huge_pages),
         starter=("numactl", *cell.numactl) if cell.numactl else (),
     )
     if outcome.timed_out and left_s < cell.measure.timeout_s:
@@ -216,7 +216,7 @@ def known_rates(cell: Cell) -> dict[str, float] | None:
 
 def _probing(config: Mapping[str, Any]) -> list[Any]:
     """The options that a probe depends on."""
-    return [config["system"].get(name) for name in ("pinned", "num_threads", "omp_num_threads", "numactl")]
+    return [config["system"].get(name) for name in ("pinned", "num_threads", "omp_num_threads", "huge_pages", "numactl")]
 
 
 def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, Any]) -> Row:

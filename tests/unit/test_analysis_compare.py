@@ -39,6 +39,23 @@ def test_without_a_reference_row_speeds_are_ranked_and_the_note_says_so() -> Non
     assert "in memory: does not fit: needs 236 GB" in notes(result)
 
 
+@pytest.mark.parametrize(
+    ("seed", "told"), [(0, " All losses lie within 4.0e-03 of one another over the 2 steps that all ran."), (1, "")]
+)
+def test_without_a_reference_the_note_says_how_far_losses_of_the_same_batches_lie_apart(seed: int, told: str) -> None:
+    def config(name: str, seed: int) -> dict[str, object]:
+        system = {"name": name, "dtype": "bfloat16"}
+        return {"system": system, "seed": seed, "machine": {"device": "cuda"}, "measure": {"repeat": 1}}
+
+    rows = [
+        row("fsdp2", [3.0], losses=[9.0, 8.002, 7.5], config=config("fsdp2", 0)),
+        row("zero3", [2.0], losses=[9.001, 8.0], config=config("zero3", 0)),
+        row("megatrain", [1.0], losses=[8.999, 7.998], config=config("megatrain", seed)),
+        row("zenflow", status="oom_device", losses=[]),
+    ]
+    assert f"No reference row: numerics were not checked.{told}" in notes(comparison(rows))
+
+
 def test_repeats_of_a_stand_in_are_one_reference_and_tell_their_spread() -> None:
     def told(name: str, repeat: int = 1) -> dict[str, object]:
         return {"system": {"name": name, "dtype": "bfloat16"}, "machine": {"device": "cuda"}, "measure": {"repeat": repeat}}

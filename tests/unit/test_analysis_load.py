@@ -217,6 +217,17 @@ def test_labels_tell_apart_rows_of_one_system() -> None:
     assert list(load.from_rows(by_cap)["label"]) == ["MegaTrain device_bytes=16", "MegaTrain device_bytes=24"]
     by_preset = [row("megatrain", [1.0], preset=preset) for preset in ("paper", "fast")]
     assert list(load.from_rows(by_preset)["label"]) == ["MegaTrain paper", "MegaTrain fast"]
+    repeats = [
+        row(
+            "megatrain",
+            [1.0],
+            preset="fast",
+            cell=str(repeat),
+            config={"measure": {"repeat": repeat}, "machine": {"device": "cuda"}},
+        )
+        for repeat in (1, 2)
+    ]
+    assert list(load.from_rows(repeats)["label"]) == ["MegaTrain fast", "MegaTrain fast"]
 
 
 def test_groups_never_mix_models_lengths_or_machines() -> None:

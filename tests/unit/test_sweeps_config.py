@@ -120,6 +120,7 @@ def test_comparison_key_spans_systems_of_one_dtype() -> None:
         ("measure.stop_below=-1", "measure.stop_below: got -1.0, allowed >= 0"),
         ("+system.num_micro_batches=3", "system.num_micro_batches: got 3, allowed a divisor of shape.batch_size (2)"),
         ("+system.omp_num_threads=-1", "system.omp_num_threads: got -1, allowed >= 0"),
+        ("+system.huge_pages=1", "system.huge_pages: got 1, allowed a value of type bool"),
         ("+system.numactl=1", "system.numactl: got 1, allowed a value of type str"),
         ("machine=null", "machine: got None, allowed a group with fields"),
         ("machine=5", "machine: got 5, allowed a group with fields"),
@@ -142,6 +143,15 @@ def test_a_system_may_cut_the_step_and_count_its_threads_by_itself() -> None:
     assert environment.cell_variables(3)["OMP_NUM_THREADS"] == "3"
 
 
+def test_a_cell_may_ask_for_huge_pages() -> None:
+    cell = composed("+system.huge_pages=true")
+    assert cell.huge_pages
+    assert "huge_pages" not in cell.options
+    assert cell.hash != composed().hash
+    assert environment.cell_variables(0, True)["THP_MEM_ALLOC_ENABLE"] == "1"
+    assert "THP_MEM_ALLOC_ENABLE" not in environment.cell_variables()
+
+
 def test_a_row_says_how_the_allocators_were_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.allocator() == environment.cell_variables()["PYTORCH_ALLOC_CONF"]
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
@@ -162,7 +172,9 @@ def test_a_machine_says_which_boot_it_is_and_names_no_host(tmp_path: Path, monke
     assert environment.machine(config.Machine(), None)["boot"] is None
 
 
-@pytest.mark.parametrize("neutral", ["+system.numactl=''", "+system.omp_num_threads=0", "+system.num_micro_batches=0"])
+@pytest.mark.parametrize(
+    "neutral", ["+system.numactl=''", "+system.omp_num_threads=0", "+system.num_micro_batches=0", "+system.huge_pages=false"]
+)
 def test_a_knob_that_changes_nothing_changes_no_hash(neutral: str) -> None:
     assert composed(neutral).hash == composed().hash
 
