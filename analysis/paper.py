@@ -19,7 +19,7 @@ import pandas as pd
 from analysis import latex as tex
 from analysis import load, style
 from analysis.cells import Cell, cell_of, cells_of, percent, stands_for
-from analysis.compare import BASELINE, compare, interval_text
+from analysis.compare import AS_IT_IS, BASELINE, compare, interval_text
 from analysis.effects import STREAMS, Change, setting_changes
 from analysis.studies import unablated
 from analysis.tables import Sheet
@@ -158,15 +158,21 @@ def measured_text(claim: Claim, cells: list[Cell]) -> str:
 
 
 def ratio_text(claim: Claim, frame: pd.DataFrame) -> str:
-    """Speeds over ZeRO-3's at the claim's model and length, each within one run's rows of one machine and shape."""
+    """Speeds over ZeRO-3's at the claim's model and length, each within one run's rows of one machine and shape.
+
+    The base is named where it is a preset that is not ZeRO-3 as it is, for there was no other.
+    """
     told = []
     parts = [part for rows in load.by_file(frame) for _, mine in rows.groupby("host", sort=False) for part in load.groups(mine)]
     for part in parts:
         first = cell_of(part.iloc[0].to_dict())
         if (first.model, first.seq_len) == (MODELS.get(claim.model), claim.seq_len):
+            known = compare(part)
+            other = known.baseline is not None and known.baseline.preset not in AS_IT_IS
+            over = f" over {known.baseline.label}" if known.baseline and other else ""
             ratios = [
-                f"{one.label} {interval_text(one.ratio)}{' (numerics differ)' if one.differs else ''}"
-                for one in compare(part).standings
+                f"{one.label} {interval_text(one.ratio)}{over}{' (numerics differ)' if one.differs else ''}"
+                for one in known.standings
                 if one.measured and one.system in OURS[claim.system] and one.ratio is not None
             ]
             told += [f"{place_of(first)}, batch {first.batch_size}: {', '.join(ratios)}"] if ratios else []

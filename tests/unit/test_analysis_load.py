@@ -217,16 +217,8 @@ def test_labels_tell_apart_rows_of_one_system() -> None:
     assert list(load.from_rows(by_cap)["label"]) == ["MegaTrain device_bytes=16", "MegaTrain device_bytes=24"]
     by_preset = [row("megatrain", [1.0], preset=preset) for preset in ("paper", "fast")]
     assert list(load.from_rows(by_preset)["label"]) == ["MegaTrain paper", "MegaTrain fast"]
-    repeats = [
-        row(
-            "megatrain",
-            [1.0],
-            preset="fast",
-            cell=str(repeat),
-            config={"measure": {"repeat": repeat}, "machine": {"device": "cuda"}},
-        )
-        for repeat in (1, 2)
-    ]
+    told: dict[str, Any] = {"system": {"depth": 2}, "machine": {"device": "cuda"}}
+    repeats = [row("megatrain", [1.0], preset="fast", cell=str(n), config={**told, "measure": {"repeat": n}}) for n in (1, 2)]
     assert list(load.from_rows(repeats)["label"]) == ["MegaTrain fast", "MegaTrain fast"]
 
 
