@@ -151,6 +151,7 @@ KINDS: dict[str, Fill] = {
     "weights": Fill(name="weights", color="#1b4b82"),
     "master": Fill(name="fp32 master", color="#9cc5ea", hatch="/////", ink="#1b4b82"),
     "moments": Fill(name="Adam moments", color="#d0632b"),
+    "optimizer": Fill(name="optimizer state", color="#e9a23b", hatch="||||", ink="#7a4a08"),
     "gradients": Fill(name="gradients", color="#f0b68f", hatch="....", ink="#8a3c12"),
     "checkpoints": Fill(name="layer inputs", color="#6fb59f"),
     "kept": Fill(name="kept activations", color="#a8d5c2", hatch="\\\\\\\\\\", ink="#24705a"),

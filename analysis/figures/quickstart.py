@@ -31,6 +31,8 @@ from sweeps.result import LOSS_TOLERANCE
 
 BAR = 0.62
 """Height of a bar, in rows."""
+LONG = 18
+"""Characters of the base of ratios from which it has a line of its own."""
 
 
 def figure(frame: pd.DataFrame) -> Figure:
@@ -142,7 +144,9 @@ def throughput_panel(axes: Axes, comparison: Comparison) -> None:
             axes.annotate("numerics differ", end, (4, -4), textcoords="offset points", va="center", fontsize=6, color=style.ALARM)
     axes.set_title("Throughput")
     unit = layout.speed_axis(standings)
-    axes.set_xlabel(f"{unit}\nat the bars: × {comparison.baseline.label}" if comparison.baseline else unit)
+    base = "" if comparison.baseline is None else f"× {comparison.baseline.label}"
+    apart = "\n" if len(base) > LONG else " "  # or the words would reach below the next panel
+    axes.set_xlabel(f"{unit}\nat the bars:{apart}{base}" if base else unit)
     axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if top > 5 else f"{value:g}"))
     style.value_grid(axes, "x")

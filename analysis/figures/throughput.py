@@ -29,6 +29,8 @@ BESIDE_IN = 0.7
 """What stands beside the axis of a panel: its label and ticks, and the space to the next one."""
 REACH = 0.25
 """How much of the way to the next place a point may be moved: beside a line of its own colour, more looks like one more place."""
+REACH_OF_POINTS = 0.45
+"""The same in a panel without a line."""
 SIDE_BY_SIDE = "Points of one place stand side by side where they would overlap."
 
 
@@ -159,7 +161,7 @@ def panel(axes: Axes, cells: list[Cell], scale: Scale, looks: dict[Family, int],
     axes.set_ylim(0, 1.18 * top)
     if rows:
         make_room(axes, len(rows))
-    taken = Taken(axes, width_in, values, REACH)
+    taken = Taken(axes, width_in, values, REACH if any(one.study for one in lines) else REACH_OF_POINTS)
     drawn = [line for one in lines if (line := _series(axes, one, scale, rows.get(one.label, 0.0), taken))]
     moved = set_apart(axes, (), drawn, taken)
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))

@@ -131,6 +131,18 @@ def test_losses_of_all_systems_and_their_difference(h200: Figure) -> None:
     assert list(difference.get_yticks()) == pytest.approx([-0.002, 0, 0.002, 0.01, 0.1, 1])
 
 
+@pytest.mark.parametrize("preset", [None, "tuned kept", "a preset with a long name"])
+def test_the_words_below_the_speeds_end_before_the_next_panels(preset: str | None) -> None:
+    rows = [row("megatrain", [1.0, 1.1, 1.2]), row("zero3", [2.0, 2.1, 2.2], preset=preset)]
+    figure = quickstart.figure(load.from_rows(rows))
+    figure.draw_without_rendering()
+    throughput, memory = figure.axes[:2]
+    told, legend = throughput.xaxis.get_label(), memory.get_legend()
+    assert legend is not None
+    assert "× ZeRO-3" in told.get_text()
+    assert told.get_window_extent().x1 < legend.get_window_extent().x0, told.get_text()
+
+
 def drawn_points(axes: Axes) -> np.ndarray:
     """Every curve in pixels, densely along its segments."""
     found = []

@@ -98,6 +98,26 @@ def test_lone_points_that_would_overlap_stand_side_by_side_inside_the_axes() -> 
         assert throughput.SIDE_BY_SIDE not in figure_of(throughput, rows, "num_params").get_suptitle()
 
 
+def test_a_panel_without_a_line_has_room_for_more_points_at_a_place() -> None:
+    """As of all systems at three sizes on one kind of machine; beside a line they would look like another place's."""
+    names = [f"preset {number}" for number in range(10)]
+
+    def apart(*study: Row) -> int:
+        rows = [
+            row("zero3", windows(0.1 * place), preset=name, cell=f"{name}{place}", experiment=str(place), num_params=place * 10**9)
+            for name in names
+            for place in (3, 8, 15)
+        ]
+        (axes,) = figure_of(throughput, [*rows, *study], "num_params").axes
+        drawn = [line for line in axes.lines if str(line.get_label()).startswith("ZeRO-3") and points(line)[0][0] == 3e9]
+        return len({round(line.get_transform().transform(points(line))[0][0], 3) for line in drawn})
+
+    line = [
+        row("megatrain", windows(place), cell=f"m{place}", experiment="model_size", num_params=place * 10**9) for place in (3, 8)
+    ]
+    assert apart() > apart(*line)
+
+
 def test_throughput_takes_the_fastest_measurement_and_no_ablations() -> None:
     """Whatever was measured last: a slower host, a setting that did not help, a cell that found no room."""
     old = scaled(2, 1024, 9.0, started_at="2026-11-01T00:00:00Z", git_commit="old")
