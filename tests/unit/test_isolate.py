@@ -165,6 +165,16 @@ def test_others_on_the_device_are_seen_whether_or_not_their_pids_are(monkeypatch
     assert memory.device_sampler("cpu").crowd() is None
 
 
+def test_what_a_cell_asks_of_its_process_reaches_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    auto.register()
+    asked = ["+system.omp_num_threads=3", "+system.huge_pages=true"]
+    (cell,) = command_of(["model=tiny", "logging=none", f"output_dir={tmp_path}", *asked]).cells
+    sent: dict[str, Any] = {}
+    monkeypatch.setattr(study, "run_isolated", lambda *_, **given: sent.update(given) or Outcome(status="error", reason="x"))
+    study.run_cell(cell, "")
+    assert (sent["env"]["OMP_NUM_THREADS"], sent["env"]["THP_MEM_ALLOC_ENABLE"]) == ("3", "1")
+
+
 @pytest.mark.parametrize("used", [[600 << 20], [20 << 30], [600 << 20, 600 << 20, 20 << 30]], ids=["alone", "before", "later"])
 @pytest.mark.parametrize("status", ["ok", "oom_device"])
 def test_memory_that_ran_out_beside_others_is_tried_again(

@@ -42,8 +42,15 @@ def test_a_cell_plans_with_what_an_earlier_one_had_probed(tmp_path: Path) -> Non
     probed(one)
     for overrides in ([], ["system.depth=3"], ["system=megatrain_fast"], ["shape.batch_size=8"]):
         assert study.known_rates(cell_of(tmp_path, *overrides)) == RATES
-    for overrides in (["system.num_threads=1"], ["system.pinned=torch"], ["+system.omp_num_threads=1"], ["system=in_memory"]):
-        assert study.known_rates(cell_of(tmp_path, *overrides)) is None
+    others = (
+        "system.num_threads=1",
+        "system.pinned=torch",
+        "+system.omp_num_threads=1",
+        "+system.huge_pages=true",
+        "system=in_memory",
+    )
+    for override in others:
+        assert study.known_rates(cell_of(tmp_path, override)) is None
 
 
 @pytest.mark.parametrize("fields", [{"git_commit": "another"}, {"machine": {"boot": "another"}}, {"machine": {}}, {"plan": {}}])
