@@ -258,9 +258,8 @@ def _labels(frame: pd.DataFrame) -> list[str]:
     presets, configs = list(frame["preset"]), [dict(_told(config)) for config in frame["config"]]
     configurations = list(frame["configuration"])
     for family in families.values():
-        named = (
-            len({configurations[position] for position in family}) == 1 or len({str(presets[position]) for position in family}) > 1
-        )
+        alone = len({configurations[position] for position in family}) == 1
+        named = alone or len({str(presets[position]) for position in family}) > 1
         for position in family:
             # A preset stands for its settings: beside it, only what differs within it is told.
             peers = [other for other in family if not named or str(presets[other]) == str(presets[position])]

@@ -160,7 +160,7 @@ def measured_text(claim: Claim, cells: list[Cell]) -> str:
 def ratio_text(claim: Claim, frame: pd.DataFrame) -> str:
     """Speeds over ZeRO-3's at the claim's model and length, each within one run's rows of one machine and shape.
 
-    The base is named where it is a preset that is not ZeRO-3 as it is, for there was no other.
+    The base is named where it is not ZeRO-3 as it is, for none of these ran.
     """
     told = []
     parts = [part for rows in load.by_file(frame) for _, mine in rows.groupby("host", sort=False) for part in load.groups(mine)]
@@ -168,8 +168,7 @@ def ratio_text(claim: Claim, frame: pd.DataFrame) -> str:
         first = cell_of(part.iloc[0].to_dict())
         if (first.model, first.seq_len) == (MODELS.get(claim.model), claim.seq_len):
             known = compare(part)
-            other = known.baseline is not None and known.baseline.preset not in AS_IT_IS
-            over = f" over {known.baseline.label}" if known.baseline and other else ""
+            over = f" over {known.baseline.label}" if known.baseline and known.baseline.preset not in AS_IT_IS else ""
             ratios = [
                 f"{one.label} {interval_text(one.ratio)}{over}{' (numerics differ)' if one.differs else ''}"
                 for one in known.standings

@@ -32,7 +32,7 @@ from sweeps.result import LOSS_TOLERANCE
 BAR = 0.62
 """Height of a bar, in rows."""
 LONG = 18
-"""Characters of the base of ratios from which it has a line of its own."""
+"""Most characters of the base of ratios that fit behind the words before it; a longer one has a line of its own."""
 
 
 def figure(frame: pd.DataFrame) -> Figure:
