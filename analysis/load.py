@@ -17,7 +17,7 @@ import pandas as pd
 from analysis import machines, runs, stats
 from analysis.runs import Tagged
 from analysis.style import name_of
-from sweeps.result import Row, compared, configuration, file_id, flat, host_split, is_compiled, read_rows
+from sweeps.result import NEUTRAL, UNHASHED, Row, compared, configuration, file_id, flat, host_split, is_compiled, read_rows
 
 GROUP = ["experiment", "model", "size", "batch_size", "seq_len", "machine_name"]
 """What must be equal for two rows to be compared: a ratio never spans two machines, nor two sizes under one name."""
@@ -84,7 +84,7 @@ COLUMNS: dict[str, str] = {
 }
 """Column -> pandas dtype. Bytes are integers; nullable dtypes throughout, lists and mappings as they were written."""
 
-_UNTOLD = ("logging", "hydra", "output", "experiment", "machine", "measure")
+_UNTOLD = (*UNHASHED, "hydra", "machine", "measure")
 """Parts of a config that never distinguish two cells in a label, but for those in _TOLD."""
 _TOLD = ("machine.device_bytes",)
 COMPILES = re.compile(r"fast|tuned|\d")
@@ -247,25 +247,21 @@ def _total(kinds: dict[str, int] | None) -> int | None:
 
 
 def _labels(frame: pd.DataFrame) -> list[str]:
-    """The system's name, and as much of preset and config as tells apart the rows of one system in one group.
+    """The system's name, its preset, and as much of the config as tells apart the rows of one preset in one group.
 
-    A configuration that is alone says its preset.
+    A preset stands for its settings: beside it, only what differs within it is told.
     """
     labels = [name_of(system) for system in frame["system"]]
     families: dict[tuple[Hashable, ...], list[int]] = {}
-    for position, key in enumerate(frame[[*GROUP, "system"]].astype(object).itertuples(index=False, name=None)):
+    for position, key in enumerate(frame[[*GROUP, "system", "preset"]].astype(object).itertuples(index=False, name=None)):
         families.setdefault(tuple(map(str, key)), []).append(position)
-    presets, configs = list(frame["preset"]), [dict(_told(config)) for config in frame["config"]]
-    configurations = list(frame["configuration"])
+    configs, configurations = [dict(_told(config)) for config in frame["config"]], list(frame["configuration"])
     for family in families.values():
-        alone = len({configurations[position] for position in family}) == 1
-        named = alone or len({str(presets[position]) for position in family}) > 1
+        differing = _differing([configs[position] for position in family])
         for position in family:
-            # A preset stands for its settings: beside it, only what differs within it is told.
-            peers = [other for other in family if not named or str(presets[other]) == str(presets[position])]
-            told = [str(presets[position])] if named and not pd.isna(presets[position]) else []
-            for key in _differing([configs[other] for other in peers]):
-                told.append(f"{key.rpartition('.')[2]}={configs[position].get(key)}")
+            preset, mine = frame["preset"].iloc[position], configs[position]
+            told = [] if pd.isna(preset) else [str(preset)]
+            told += [f"{key.rpartition('.')[2]}={mine[key]}" for key in differing if key in mine]
             labels[position] += f" {', '.join(told)}" if told else ""
         _number(labels, family, configurations)
     return labels
@@ -289,9 +285,10 @@ def _differing(configs: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def _told(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What may stand in a label: without the length of a constant schedule, which the timing sets and nothing reads."""
+    """What may stand in a label: no knob that is as good as not there, nor how long a constant schedule is, which nothing reads."""
     constant = config.get("recipe", {}).get("schedule") == "constant"
     for key, value in flat(config):
         told = key in _TOLD or key.split(".")[0] not in _UNTOLD
-        if told and not (constant and key == "recipe.total_steps"):
+        neutral = key.removeprefix("system.") in NEUTRAL and not value
+        if told and not neutral and not (constant and key == "recipe.total_steps"):
             yield key, value

@@ -1,11 +1,13 @@
 """The comparison, or a study, as a table: terminal (rich), Markdown and (analysis/latex.py) LaTeX, all from the same cells.
 
 Invariant: every row is shown; one that was not measured shows its status where its speed would be, and its reason below. The
-terminal table is never wrapped: it drops whole columns, least needed first, until it fits; a printed page has an order of its own.
+terminal table wraps nothing but long names: it drops whole columns, least needed first, until it fits; a printed page has an order
+of its own.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -23,6 +25,8 @@ from analysis.style import name_of
 
 NOTHING = "—"
 BEST_MARK = "★"
+NAME, TITLE = 40, 24
+"""Most characters of a line of a system's name in the terminal, and of the name above ratios to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +136,8 @@ def columns(comparison: Comparison) -> list[Column]:
     """The columns that hold anything for these rows (MFU needs a measured peak, device memory a device), titled for them."""
     held = [column for column in COLUMNS if any(column.cell(standing) for standing in comparison.standings)]
     steps = next((one.common_steps for one in comparison.standings), None)
-    titles = {RATIO: RATIO + (comparison.baseline.label if comparison.baseline else name_of(BASELINE))}
+    base = comparison.baseline.label if comparison.baseline else name_of(BASELINE)
+    titles = {RATIO: RATIO + textwrap.fill(base, TITLE, break_on_hyphens=False)}
     titles |= {LAST_LOSS: f"loss at\nstep {steps}"} if steps else {}
     return [replace(column, title=titles.get(column.title, column.title)) for column in held]
 
@@ -256,7 +261,8 @@ def _rich(comparison: Comparison, shown: Sequence[Column]) -> Table:
         last = position == len(title) - 1
         table.add_column(name, justify="left" if position == 0 or last else "right", no_wrap=True)
     for standing, row in zip(comparison.standings, body, strict=True):
-        table.add_row(*[Text(cell) for cell in row], style=_row_style(standing))
+        name = textwrap.fill(row[0], NAME, break_on_hyphens=False)
+        table.add_row(*[Text(cell) for cell in (name, *row[1:])], style=_row_style(standing))
     return table
 
 

@@ -21,6 +21,10 @@ LINE_IN = 0.11
 """Height of a line of them."""
 TICK_PT = 4.5
 """Width of a digit at a tick."""
+NAME = 26
+"""Most characters of a line of a system's name."""
+NAME_IN = 0.13
+"""Height of such a line."""
 
 
 def log2_axis(axes: Axes, places: Sequence[float], name: Callable[[float], str], width_in: float, margin: float) -> None:
@@ -44,6 +48,16 @@ def log2_axis(axes: Axes, places: Sequence[float], name: Callable[[float], str],
 def wrapped(text: str, width_in: float) -> str:
     """Small words (6.5 points) in as many lines as a page of this width needs."""
     return textwrap.fill(text, int(SMALL_PER_IN * width_in))
+
+
+def name(standing: Standing) -> str:
+    """What a row of bars, or a curve, is called, in as many lines as it takes."""
+    return textwrap.fill(standing.label, NAME, break_on_hyphens=False)
+
+
+def row_in(standings: Iterable[Standing], least: float) -> float:
+    """Height of a row of bars in inches: what the longest name needs, at least `least`."""
+    return max(least, NAME_IN * max(name(one).count("\n") + 1 for one in standings))
 
 
 def noted(figure: Figure, notes: Sequence[str]) -> Figure:

@@ -6,7 +6,6 @@ planned bytes are stacked by kind, and are drawn of cells that were refused too,
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from matplotlib.ticker import MaxNLocator
 
 from analysis import style
 from analysis.compare import compare
+from analysis.figures import layout
 from analysis.figures.quickstart import heading
 from analysis.standing import Standing
 
@@ -33,11 +33,12 @@ def figure(frame: pd.DataFrame) -> Figure:
     places = PLACES if comparison.on_gpu else PLACES[1:]
     with style.context():
         standings = comparison.standings
-        drawn = style.new_figure(style.PAGE_IN if comparison.on_gpu else style.COLUMN_IN, 1.25 + 0.36 * len(standings))
+        height_in = 1.25 + layout.row_in(standings, 0.36) * len(standings)
+        drawn = style.new_figure(style.PAGE_IN if comparison.on_gpu else style.COLUMN_IN, height_in)
         panels = drawn.subplots(1, len(places), sharey=True, squeeze=False)[0]
         for axes, place in zip(panels, places, strict=True):
             panel(axes, standings, [plan.get(place, {}) for plan in plans], place, _limit(frame, place))
-        panels[0].set_yticks(range(len(standings)), ["\n".join(textwrap.wrap(one.label, 24)) for one in standings])
+        panels[0].set_yticks(range(len(standings)), list(map(layout.name, standings)))
         panels[0].set_ylim(len(standings) - 0.45, -0.6)
         if any(any(plan.values()) for plan in plans):
             drawn.legend(handles=_legend(plans), loc="outside lower center", ncols=6 if comparison.on_gpu else 3, columnspacing=1.2)

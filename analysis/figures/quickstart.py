@@ -40,7 +40,7 @@ def figure(frame: pd.DataFrame) -> Figure:
     comparison = compare(frame)
     with style.context():
         rows = len(comparison.standings)
-        drawn = style.new_figure(style.PAGE_IN, max(2.5, 1.1 + 0.3 * rows))
+        drawn = style.new_figure(style.PAGE_IN, max(2.5, 1.1 + layout.row_in(comparison.standings, 0.3) * rows))
         grid = drawn.add_gridspec(2, 3, width_ratios=[1.12, 1.0, 1.18], height_ratios=[2.1, 1.0])
         speed = drawn.add_subplot(grid[:, 0])
         memory = drawn.add_subplot(grid[:, 1], sharey=speed)
@@ -144,7 +144,7 @@ def throughput_panel(axes: Axes, comparison: Comparison) -> None:
             axes.annotate("numerics differ", end, (4, -4), textcoords="offset points", va="center", fontsize=6, color=style.ALARM)
     axes.set_title("Throughput")
     unit = layout.speed_axis(standings)
-    base = "" if comparison.baseline is None else f"× {comparison.baseline.label}"
+    base = "" if comparison.baseline is None else f"× {layout.name(comparison.baseline)}"
     apart = "\n" if len(base) > LONG else " "  # or the words would reach below the next panel
     axes.set_xlabel(f"{unit}\nat the bars:{apart}{base}" if base else unit)
     axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
@@ -191,7 +191,8 @@ def loss_panel(axes: Axes, comparison: Comparison) -> None:
     drawn = [one for one in comparison.standings if one.losses]
     for order, one in enumerate(drawn):
         steps = range(1, len(one.losses) + 1)
-        axes.plot(steps, one.losses, label=one.label, linewidth=2.2 - 1.4 * order / max(len(drawn) - 1, 1), **_curve(one, order))
+        width = 2.2 - 1.4 * order / max(len(drawn) - 1, 1)
+        axes.plot(steps, one.losses, label=layout.name(one), linewidth=width, **_curve(one, order))
         finite = [step for step, loss in zip(steps, one.losses, strict=True) if math.isfinite(loss)]
         if not one.measured and finite:
             _stopped(axes, finite[-1], one)
@@ -244,7 +245,7 @@ def difference_panel(axes: Axes, comparison: Comparison, reference: Standing) ->
 
 
 def _rows(axes: Axes, standings: Sequence[Standing]) -> None:
-    axes.set_yticks(range(len(standings)), [one.label for one in standings])
+    axes.set_yticks(range(len(standings)), list(map(layout.name, standings)))
     axes.set_ylim(len(standings) - 0.45, -0.55)
     axes.tick_params(axis="y", length=0)
 

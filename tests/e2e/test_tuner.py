@@ -95,7 +95,7 @@ def test_every_search_has_the_same_budget_and_starts_from_a_valid_cell() -> None
         budgets.append((told, start.measure))
         for key, values in sweeper["params"].items():
             known = key.lstrip("+").removeprefix("system.")
-            assert key.startswith("+") or known in start.options, key
+            assert key.startswith("+") or known in start.config["system"], key
             assert values.startswith("choice("), key
     assert len(SEARCHES) >= 7
     assert all(budget == budgets[0] for budget in budgets)

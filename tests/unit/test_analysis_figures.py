@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -141,6 +142,18 @@ def test_the_words_below_the_speeds_end_before_the_next_panels(preset: str | Non
     assert legend is not None
     assert "× ZeRO-3" in told.get_text()
     assert told.get_window_extent().x1 < legend.get_window_extent().x0, told.get_text()
+
+
+def test_long_names_leave_the_panels_their_width() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure = quickstart.figure(load.frame(RESULTS / "zero3_7b_huge_pages.jsonl"))
+        figure.draw_without_rendering()
+    throughput, memory, loss = figure.axes
+    assert min(one.get_position().width for one in (throughput, memory, loss)) > 0.18
+    names = [text.get_window_extent() for text in throughput.get_yticklabels()]
+    assert names[3].height > 2.5 * names[0].height  # in three lines
+    assert all(upper.y0 > lower.y1 for upper, lower in itertools.pairwise(names))
 
 
 def drawn_points(axes: Axes) -> np.ndarray:

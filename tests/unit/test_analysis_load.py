@@ -217,6 +217,9 @@ def test_labels_tell_apart_rows_of_one_system() -> None:
     assert list(load.from_rows(by_cap)["label"]) == ["MegaTrain device_bytes=16", "MegaTrain device_bytes=24"]
     by_preset = [row("megatrain", [1.0], preset=preset) for preset in ("paper", "fast")]
     assert list(load.from_rows(by_preset)["label"]) == ["MegaTrain paper", "MegaTrain fast"]
+    knobs: list[dict[str, Any]] = [{}, {"huge_pages": True}, {"huge_pages": False, "k": 1}]
+    own = [row("zero3", [1.0], preset="twinflow", config={"system": one, "output_dir": str(one)}) for one in knobs]
+    assert list(load.from_rows(own)["label"]) == ["ZeRO-3 twinflow", "ZeRO-3 twinflow, huge_pages=True", "ZeRO-3 twinflow, k=1"]
     told: dict[str, Any] = {"system": {"depth": 2}, "machine": {"device": "cuda"}}
     repeats = [row("megatrain", [1.0], preset="fast", cell=str(n), config={**told, "measure": {"repeat": n}}) for n in (1, 2)]
     assert list(load.from_rows(repeats)["label"]) == ["MegaTrain fast", "MegaTrain fast"]

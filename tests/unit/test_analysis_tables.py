@@ -225,6 +225,13 @@ def test_terminal_never_wraps(rows: list[Row], width: int) -> None:
     assert all(word in "".join(lines) for word in ("tokens/s", "agrees", "MegaTrain"))
 
 
+def test_a_long_name_takes_a_line_more_and_no_column() -> None:
+    text = printed(list(read_rows(RESULTS / "zero3_7b_huge_pages.jsonl")), 100)
+    assert "…" not in text
+    assert max(map(len, text.split("\n"))) <= 100
+    assert all(word in text for word in ("tokens/s", "ratio to", "num_micro_batches=2", "device", "host"))
+
+
 def test_everything_asked_for_fits_100_columns_for_the_four_systems() -> None:
     text = printed(h200_rows()[:4], 100)
     assert all(word in text for word in ("TFLOPS", "MFU", "device", "host", "B/param", "final", "|Δloss|", "agrees"))

@@ -94,6 +94,12 @@ def test_the_twinflow_preset_fills_the_device_it_plans_for():
     assert "optimizer" not in build("zero3", dataclasses.replace(spec, device_memory=50 * 10**9)).plan().device
 
 
+@pytest.mark.parametrize("preset", ["", "_compiled", "_kept"])
+def test_twinflow_copies_the_cpus_updates_through_huge_pages(preset):
+    assert composed(f"system=zero3_twinflow{preset}").huge_pages
+    assert not composed("system=zero3").huge_pages
+
+
 def test_twinflow_moves_optimizer_state_from_host_to_device():
     plans = [build("zero3", make_spec(QWEN_14B, sub_group_size=10**8, offload_ratio=r)).plan() for r in (1.0, 0.8)]
     kept = sum(on_device(sub_groups(make_spec(QWEN_14B).model, 10**8), 0.8))
