@@ -6,7 +6,7 @@ prediction and stays one; one that was run and failed is neither. Repeats of one
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from analysis import stats, style
 from analysis.machines import machine_of
 from analysis.standing import Standing, pooled, standing_of
 from analysis.stats import Estimate
-from sweeps.result import flat
+from sweeps.identity import effective, flat
 
 WORDS: dict[str, dict[Any, str]] = {
     "system.gradient_slabs": {0: "one a block"},
@@ -98,9 +98,15 @@ def cell_of(record: Mapping[Hashable, Any]) -> Cell:
         seq_len=shape[1],
         preset=None if pd.isna(record["preset"]) else str(record["preset"]),
         factors={},
-        config=dict(flat(record["config"])),
+        config=dict(settings(record["config"])),
         predicted=predicted,
     )
+
+
+def settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(dotted path, value) of every field of a config, but for a system's settings that are as good as not there: older rows lack
+    them."""
+    yield from flat({**config, "system": effective(config.get("system", {}))})
 
 
 def cells_of(frame: pd.DataFrame) -> list[Cell]:

@@ -16,7 +16,8 @@ from analysis import stats, style
 from analysis.standing import Standing, pooled, standing_of
 from analysis.stats import Estimate
 from analysis.style import SYSTEMS
-from sweeps.result import LOSS_TOLERANCE, comparison_key
+from sweeps.identity import comparison_key
+from sweeps.result import LOSS_TOLERANCE
 
 BASELINE = "zero3"
 AS_IT_IS = (None, "compiled", "kept", "kept compiled", "tuned", "tuned kept")

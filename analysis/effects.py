@@ -16,7 +16,7 @@ import pandas as pd
 from analysis import load, stats
 from analysis.cells import Cell, cell_of, comparable
 from analysis.stats import Estimate
-from sweeps.result import configuration
+from sweeps.identity import configuration
 
 SETTINGS: dict[str, tuple[str, int, int]] = {
     "without double buffering": ("depth", 1, 2),

@@ -15,9 +15,11 @@ from typing import Any
 import pandas as pd
 
 from analysis import machines, runs, stats
+from analysis.cells import settings
 from analysis.runs import Tagged
 from analysis.style import name_of
-from sweeps.result import NEUTRAL, UNHASHED, Row, compared, configuration, file_id, flat, host_split, is_compiled, read_rows
+from sweeps.identity import UNHASHED, configuration, file_id
+from sweeps.result import Row, compared, host_split, is_compiled, read_rows
 
 GROUP = ["experiment", "model", "size", "batch_size", "seq_len", "machine_name"]
 """What must be equal for two rows to be compared: a ratio never spans two machines, nor two sizes under one name."""
@@ -285,10 +287,9 @@ def _differing(configs: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def _told(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What may stand in a label: no knob that is as good as not there, nor how long a constant schedule is, which nothing reads."""
+    """What may stand in a label: not how long a constant schedule is, which the timing sets and nothing reads."""
     constant = config.get("recipe", {}).get("schedule") == "constant"
-    for key, value in flat(config):
+    for key, value in settings(config):
         told = key in _TOLD or key.split(".")[0] not in _UNTOLD
-        neutral = key.removeprefix("system.") in NEUTRAL and not value
-        if told and not neutral and not (constant and key == "recipe.total_steps"):
+        if told and not (constant and key == "recipe.total_steps"):
             yield key, value

@@ -36,7 +36,7 @@ class Tagged(NamedTuple):
     position: int
     """In its JSONL file."""
     file: str
-    """What tells that file from others (sweeps.result.file_id): rows of one file are compared."""
+    """What tells that file from others (sweeps.identity.file_id): rows of one file are compared."""
     source: str
     """For people."""
 

@@ -26,9 +26,9 @@ from baselines.system import build
 from sweeps import environment
 from sweeps.cell import Emitter, outlook
 from sweeps.config import Cell, cell_from
+from sweeps.identity import configuration
 from sweeps.isolate import Outcome, guarded, run_isolated
 from sweeps.memory import NoDevice
-from sweeps.result import configuration
 
 SURVEY_S = 120.0
 PREDICTION_S = 30.0

@@ -18,8 +18,8 @@ import torch
 
 from baselines.system import REGISTRY, ModelSpec, Shape, SystemSpec
 from engine import Recipe
+from sweeps.identity import PATHS, digest, hashed
 from sweeps.memory import host_bytes
-from sweeps.result import PATHS, digest, hashed
 
 COUNTS = ("num_micro_batches", "omp_num_threads")
 """Knobs that any system's group may add (+system.KNOB=N), for the best value differs from system to system: the parts that a step's

@@ -19,7 +19,7 @@ from omegaconf.errors import (
 )
 
 from sweeps.auto import CONF
-from sweeps.result import PATHS
+from sweeps.identity import PATHS
 
 USER_ERRORS = (HydraException, OmegaConfBaseException, ValueError, OSError)
 """What ends in one line and exit code 2."""

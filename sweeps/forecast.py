@@ -13,7 +13,8 @@ from typing import Any
 
 from sweeps import study
 from sweeps.config import Cell
-from sweeps.result import Row, configuration, flat
+from sweeps.identity import configuration, flat
+from sweeps.result import Row
 
 HIDDEN = ("experiment", "output_dir", "logging", "time_limit_s")
 """Parts of a config that tell no cell of a study from another."""

@@ -1,4 +1,4 @@
-"""The row: what one cell leaves behind, whatever happened to it. The only module that analysis imports.
+"""The row: what one cell leaves behind, whatever happened to it. With sweeps/identity.py all that analysis imports.
 
 Invariant: a row is written once and never edited; units are in the names, bytes are integers, and a number
 that is not known is None.
@@ -7,13 +7,14 @@ that is not known is None.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from sweeps.identity import comparison_key
 
 SCHEMA_VERSION = 1
 BENCH_VERSION = 2
@@ -27,13 +28,6 @@ STAND_IN = "zero3"
 HISTORY = ("losses", "step_s")
 """Fields of a row that are the history of its W&B run."""
 NO_ROOM = ("wont_fit", "oom_device", "oom_host")
-UNHASHED = ("experiment", "logging", "output_dir", "time_limit_s")
-"""Groups of a config that cannot change a measurement. Of machine only device and its cap can, of measure all but the next."""
-PATHS = ("checkout", "nvme_path")
-"""Fields of machine that stand for a system's option of the same name: where something lies on one machine, which no row tells."""
-UNHASHED_MEASURE = ("timeout_s", "repeated", "stop_below", "heldout_tokens")
-NEUTRAL = ("num_micro_batches", "omp_num_threads", "huge_pages", "numactl")
-"""Knobs of any system that are as good as not there while they are 0, false or empty."""
 LOSS_TOLERANCE = 2e-3
 """Largest absolute difference from the reference's losses, nats per token, at which a row `agrees`."""
 HOST_KINDS = ("weights", "master", "moments", "gradients", "staging")
@@ -217,65 +211,6 @@ def unpacked(text: str, steps: Iterable[Mapping[str, Any]], where: str) -> Row:
             raise ValueError(f"{where} has {len(found)} of {record.get(name)} {name}: its writer was stopped; upload the row again")
         record[name] = found
     return _row(record, where)
-
-
-def hashed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a composed config that can change a measurement: what a cell is known by."""
-    kept = {name: value for name, value in config.items() if name not in UNHASHED}
-    kept["measure"] = {name: value for name, value in config["measure"].items() if name not in UNHASHED_MEASURE}
-    if kept["measure"].get("repeat") == 1:  # the cell as it was before there were repeats
-        del kept["measure"]["repeat"]
-    rival = "activation_checkpointing" in config["system"]  # and recomputed every layer before it could keep some
-    neutral = (*NEUTRAL, "keep_activations") if rival else NEUTRAL
-    kept["system"] = {name: value for name, value in config["system"].items() if value or name not in neutral}
-    kept["machine"] = {"device": config["machine"]["device"]}
-    if config["machine"].get("device_bytes") is not None:  # a cap binds, and placement fills what it leaves
-        kept["machine"]["device_bytes"] = config["machine"]["device_bytes"]
-    return kept
-
-
-def published(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config as its row has it: of where things lie on this machine, the output folder's own name alone."""
-    kept = {name: value for name, value in config.items() if name != "time_limit_s"}
-    kept["output_dir"] = Path(config["output_dir"]).name
-    return {**kept, "machine": {name: value for name, value in config["machine"].items() if name not in PATHS}}
-
-
-def digest(value: Any) -> str:
-    """Twelve hex digits."""
-    return hashlib.sha256(json.dumps(_keyed(value), sort_keys=True, default=str).encode()).hexdigest()[:12]
-
-
-def file_id(path: Path) -> str:
-    """What tells one file of rows from others on this machine, here and in W&B."""
-    return digest(str(path.resolve()))
-
-
-def _keyed(value: Any) -> Any:
-    """The same with text for keys, as JSON has them: keys of two types cannot be sorted."""
-    if isinstance(value, Mapping):
-        return {str(key): _keyed(item) for key, item in value.items()}
-    return [_keyed(item) for item in value] if isinstance(value, list) else value
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted path, value) of every field of a nested config."""
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def configuration(config: Mapping[str, Any]) -> str:
-    """Digest of what the repeats of one measurement share: all that a cell is known by but the number of the repeat."""
-    return digest(hashed({**config, "measure": {**config["measure"], "repeat": 1}}))
-
-
-def comparison_key(config: Mapping[str, Any]) -> str:
-    """Digest of what two cells must share for their losses to be comparable: all but the system's own knobs and the timing."""
-    shared = {name: value for name, value in hashed(config).items() if name not in ("system", "measure")}
-    return digest({**shared, "machine": {"device": config["machine"]["device"]}, "dtype": config["system"]["dtype"]})
 
 
 def compared(row: Row, rows: Sequence[Row], *, complete: bool = False) -> Row:

@@ -25,9 +25,10 @@ from sweeps import auto, ceilings, environment
 from sweeps.check import SURVEY_S, survey
 from sweeps.config import Cell, Machine, cell_from
 from sweeps.data import batches, corpus_of
+from sweeps.identity import published
 from sweeps.isolate import Event, Outcome, run_isolated
 from sweeps.memory import device_sampler
-from sweeps.result import BENCH_VERSION, Row, compared, host_split, published, read_rows
+from sweeps.result import BENCH_VERSION, Row, compared, host_split, read_rows
 from sweeps.sinks import ConsoleSink, JsonlSink, Sink, wandb_sink
 from sweeps.upload import offline_run
 

@@ -25,7 +25,8 @@ from omegaconf import OmegaConf
 
 from sweeps import auto, environment, study
 from sweeps.config import Cell
-from sweeps.result import NEUTRAL, Row, comparison_key, hashed
+from sweeps.identity import NEUTRAL, comparison_key, hashed
+from sweeps.result import Row
 
 PLUGIN = "hydra_plugins.hydra_optuna_sweeper"
 PRUNE = 0.9

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sweeps.result import HISTORY, Row, digest, file_id, history, packed, read_rows
+from sweeps.identity import digest, file_id
+from sweeps.result import HISTORY, Row, history, packed, read_rows
 
 DEFAULTS = {"project": "megatrain-bench", "mode": "offline", "cell": ""}
 MODES = ("offline", "online")

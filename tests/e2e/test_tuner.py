@@ -16,7 +16,8 @@ from omegaconf import OmegaConf
 from baselines.system import Unsupported, build
 from sweeps import auto, environment, run, tuner
 from sweeps.config import Cell, cell_from
-from sweeps.result import NEUTRAL, read_rows
+from sweeps.identity import NEUTRAL
+from sweeps.result import read_rows
 from sweeps.sinks import JsonlSink
 from tests.e2e.test_sweeps_cli import ENVIRONMENT, ROOT, SMALL, started
 from tests.unit.test_analysis_load import row

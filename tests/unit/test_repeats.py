@@ -16,7 +16,8 @@ from analysis.compare import Comparison, compare, notes
 from sweeps import auto, check, run
 from sweeps.config import Cell, cell_from
 from sweeps.errors import parse
-from sweeps.result import Row, configuration
+from sweeps.identity import configuration
+from sweeps.result import Row
 from tests.unit.test_analysis_load import curve, row
 from tests.unit.test_sweeps_config import composed
 

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from sweeps import auto, config, environment
 from sweeps.config import Cell, cell_from
-from sweeps.result import PATHS, comparison_key, published
+from sweeps.identity import PATHS, comparison_key, published
 
 GROUPS = {folder.name: sorted(item.stem for item in folder.glob("*.yaml")) for folder in auto.CONF.iterdir() if folder.is_dir()}
 NOT_ALONE = ("ablation", "experiment", "rates", "rung", "tune")
