@@ -64,7 +64,7 @@ def test_the_headline_runs_every_system_and_repeats_three() -> None:
     again = [(repeat, system) for repeat in (2, 3) for system in ("zero3", "zero3", "megatrain")]  # ZeRO-3 eager and compiled
     assert told(cells[len(first) :]) == again
     compiled = {cell.system for cell in first if cell.options.get("compile")}
-    assert compiled == {"in_memory", "zero3", "zero2", "superoffload", "fsdp2", "megatrain"}
+    assert compiled == {"in_memory", "zero3", "zero2", "superoffload", "zenflow", "fsdp2", "torchao_offload", "megatrain"}
     assert {cell.recipe.total_steps for cell in cells} == {21}
 
 
