@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import pandas as pd
 
@@ -42,8 +43,8 @@ class Comparison:
     on_gpu: bool
     numerics_checked: bool
     spread: tuple[float, int] | None = None
-    """Largest gap between the losses of any two measured rows at one step, nats per token, and the steps that all of them ran; None
-    where fewer than two were measured, or not all from the same batches and recipe."""
+    """Largest gap between the losses of any two measured rows at one step, nats per token, and the steps that more than one ran;
+    None where fewer than two were measured, or not all from the same batches and recipe."""
 
     @property
     def ranked(self) -> list[Standing]:
@@ -183,12 +184,16 @@ def _spread(frame: pd.DataFrame) -> tuple[float, int] | None:
     rows = [row for row in frame.to_dict("records") if row["status"] == "ok" and row["losses"]]
     if len(rows) < 2 or not all(row["config"] for row in rows) or len({comparison_key(row["config"]) for row in rows}) > 1:
         return None
-    steps = list(zip(*(row["losses"] for row in rows), strict=False))
-    return max(max(losses) - min(losses) for losses in steps), len(steps)
+    steps = [[loss for loss in losses if loss is not None] for losses in zip_longest(*(row["losses"] for row in rows))]
+    gaps = [max(losses) - min(losses) for losses in steps if len(losses) > 1]
+    return max(gaps), len(gaps)
 
 
 def _apart(spread: tuple[float, int] | None) -> list[str]:
-    return [f"All losses lie within {spread[0]:.1e} of one another over the {spread[1]} steps that all ran."] if spread else []
+    if spread is None:
+        return []
+    gap, num_steps = spread
+    return [f"Losses lie within {gap:.1e} of one another over the {num_steps} steps that more than one ran."]
 
 
 def _against(standing: Standing, num_steps: int) -> Standing:

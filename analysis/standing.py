@@ -14,7 +14,7 @@ import pandas as pd
 from analysis import stats
 from analysis.stats import Estimate
 from analysis.style import STATUS_LABELS
-from sweeps.result import REFERENCE, STAND_IN
+from sweeps.result import REFERENCE, STAND_IN, STAND_IN_KEPT
 
 Number = TypeVar("Number", int, float)
 REFUSAL = re.compile(r"needs ([\d,]+) bytes of (\w+) memory, allowed ([\d,]+)")
@@ -70,7 +70,7 @@ class Standing:
     compared_steps: int | None = None
     """Steps whose losses were held against the reference's, where that is not all of them."""
     stands_in: bool = False
-    """Whether others were held against this one because the in-memory system has no room (sweeps.result.compared)."""
+    """Whether others were held against this one because the in-memory system was not measured (sweeps.result.compared)."""
 
     @property
     def measured(self) -> bool:
@@ -204,7 +204,7 @@ def standing_of(record: Mapping[Hashable, Any]) -> Standing:
         max_loss_difference=known.get("max_loss_difference"),
         agrees=bool(known["agrees"]) if "agrees" in known else None,
         stands_in=known["system"] == STAND_IN
-        and known.get("preset") in (None, "compiled")
+        and known.get("preset") in (None, "compiled", f"{STAND_IN_KEPT} compiled")
         and known.get("max_loss_difference") == 0.0,
         caveat=known.get("caveat"),
     )

@@ -24,7 +24,9 @@ STATUSES = ("ok", "oom_device", "oom_host", "timeout", "nonfinite", "unsupported
 REFERENCE = "in_memory"
 """The system whose losses the others must agree with."""
 STAND_IN = "zero3"
-"""The reference where REFERENCE has no room on the machine: an independent implementation with an fp32 master; no preset of it."""
+"""The reference where REFERENCE was not measured: an independent implementation with an fp32 master."""
+STAND_IN_KEPT = "kept"
+"""The one preset of it that may be: the same arithmetic, less recomputation."""
 HISTORY = ("losses", "step_s")
 """Fields of a row that are the history of its W&B run."""
 NO_ROOM = ("wont_fit", "oom_device", "oom_host")
@@ -217,23 +219,20 @@ def compared(row: Row, rows: Sequence[Row], *, complete: bool = False) -> Row:
     """`row` with its losses held against the reference of the same model, batches, recipe and dtype: the latest, and of its repeats
     the first, which the others are held against like any row.
 
-    Where rows say that REFERENCE has no room, STAND_IN takes its place: eager or, where `rows` are `complete` and hold no eager
-    one that was measured, compiled.
+    The reference is REFERENCE, eager. STAND_IN, eager, takes its place where rows say that it has no room; where `rows` are
+    `complete`, wherever it was not measured, and then also compiled or, the last resort, STAND_IN_KEPT.
     """
     if row.status != "ok":
         return row
     key = comparison_key(row.config)
-    plain = [item for item in reversed(rows) if _plain(item) and item.config and comparison_key(item.config) == key]
-    alike, compiled, name = [item for item in plain if not is_compiled(item)], False, REFERENCE
-    refused = any(item.system == REFERENCE and item.status in NO_ROOM for item in plain)
-    if refused and not any(item.system == REFERENCE and item.status == "ok" for item in alike):
-        name = STAND_IN
-        compiled = complete and not any(item.system == name and item.status == "ok" for item in alike)
-        alike = plain if compiled else alike
-    measured = [item for item in alike if item.system == name and item.status == "ok"]
-    reference = min(measured, key=_repeat, default=None)
-    itself = row.system == name and _plain(row) and compiled == is_compiled(row)
-    if itself and (reference is None or _repeat(row) <= _repeat(reference)):
+    beside = [item for item in reversed(rows) if item.config and comparison_key(item.config) == key]
+    refused = any(item.system == REFERENCE and item.preset is None and item.status in NO_ROOM for item in beside)
+    kinds: list[tuple[str, str | None, bool]] = [(REFERENCE, None, False)]
+    kinds += [(STAND_IN, None, False)] * (refused or complete)
+    kinds += [(STAND_IN, None, True), (STAND_IN, STAND_IN_KEPT, True)] * complete
+    measured = [item for item in (row, *beside) if item.status == "ok" and _kind(item) in kinds]
+    reference = min(measured, key=lambda item: (kinds.index(_kind(item)), _repeat(item)), default=None)
+    if reference is row:
         return dataclasses.replace(row, agrees=True, max_loss_difference=0.0)
     if reference is None or not row.losses:
         return row
@@ -241,9 +240,9 @@ def compared(row: Row, rows: Sequence[Row], *, complete: bool = False) -> Row:
     return dataclasses.replace(row, agrees=worst <= LOSS_TOLERANCE, max_loss_difference=worst)
 
 
-def _plain(row: Row) -> bool:
-    """Whether others may be held against this row: REFERENCE or STAND_IN, and none of its presets."""
-    return row.system in (REFERENCE, STAND_IN) and row.preset is None
+def _kind(row: Row) -> tuple[str, str | None, bool]:
+    """What decides whether others may be held against the row: system, preset, whether it is compiled."""
+    return row.system, row.preset, is_compiled(row)
 
 
 def is_compiled(row: Row) -> bool:

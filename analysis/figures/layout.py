@@ -23,6 +23,8 @@ TICK_PT = 4.5
 """Width of a digit at a tick."""
 NAME = 26
 """Most characters of a line of a system's name."""
+CURVE = 34
+"""The same in the legend of the losses."""
 NAME_IN = 0.13
 """Height of such a line."""
 
@@ -50,9 +52,9 @@ def wrapped(text: str, width_in: float) -> str:
     return textwrap.fill(text, int(SMALL_PER_IN * width_in))
 
 
-def name(standing: Standing) -> str:
-    """What a row of bars, or a curve, is called, in as many lines as it takes."""
-    return textwrap.fill(standing.label, NAME, break_on_hyphens=False)
+def name(standing: Standing, width: int = NAME) -> str:
+    """What a row of bars, or a curve, is called, in as many lines of so many characters as it takes."""
+    return textwrap.fill(standing.label, width, break_on_hyphens=False)
 
 
 def row_in(standings: Iterable[Standing], least: float) -> float:

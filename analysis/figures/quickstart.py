@@ -29,6 +29,8 @@ from analysis.stats import Estimate
 from analysis.style import look
 from sweeps.result import LOSS_TOLERANCE
 
+CURVE_IN = 0.12
+"""Height that each curve after the third adds to a figure that has two panels of losses: room for the legend."""
 BAR = 0.62
 """Height of a bar, in rows."""
 LONG = 18
@@ -39,8 +41,9 @@ def figure(frame: pd.DataFrame) -> Figure:
     """Three panels from the rows of one group (`load.groups`): throughput, peak memory, losses with their difference."""
     comparison = compare(frame)
     with style.context():
-        rows = len(comparison.standings)
-        drawn = style.new_figure(style.PAGE_IN, max(2.5, 1.1 + layout.row_in(comparison.standings, 0.3) * rows))
+        rows, curves = len(comparison.standings), len([one for one in comparison.standings if one.losses])
+        beside = CURVE_IN * max(0, curves - 3) if comparison.reference is not None else 0.0
+        drawn = style.new_figure(style.PAGE_IN, max(2.5, 1.1 + layout.row_in(comparison.standings, 0.3) * rows) + beside)
         grid = drawn.add_gridspec(2, 3, width_ratios=[1.12, 1.0, 1.18], height_ratios=[2.1, 1.0])
         speed = drawn.add_subplot(grid[:, 0])
         memory = drawn.add_subplot(grid[:, 1], sharey=speed)
@@ -192,7 +195,7 @@ def loss_panel(axes: Axes, comparison: Comparison) -> None:
     for order, one in enumerate(drawn):
         steps = range(1, len(one.losses) + 1)
         width = 2.2 - 1.4 * order / max(len(drawn) - 1, 1)
-        axes.plot(steps, one.losses, label=layout.name(one), linewidth=width, **_curve(one, order))
+        axes.plot(steps, one.losses, label=layout.name(one, layout.CURVE), linewidth=width, **_curve(one, order))
         finite = [step for step, loss in zip(steps, one.losses, strict=True) if math.isfinite(loss)]
         if not one.measured and finite:
             _stopped(axes, finite[-1], one)
@@ -230,6 +233,8 @@ def difference_panel(axes: Axes, comparison: Comparison, reference: Standing) ->
         axes.set_yscale("symlog", linthresh=LOSS_TOLERANCE, linscale=1.0)
         axes.set_ylim(1.6 * low, 1.6 * top)
         decades = [10.0**power for power in range(math.ceil(math.log10(2 * LOSS_TOLERANCE)), round(math.log10(top)) + 1)]
+        decades = [decade for decade in decades if decade > 10 * LOSS_TOLERANCE] or decades[-1:]  # clear of the band's edge
+        decades = decades[:: -math.ceil(len(decades) / (1 if low == -top else 2))]  # the largest, and one between
         axes.set_yticks(
             [tick for tick in (*(-one for one in decades), -LOSS_TOLERANCE, 0, LOSS_TOLERANCE, *decades) if tick >= low]
         )

@@ -40,7 +40,7 @@ def test_without_a_reference_row_speeds_are_ranked_and_the_note_says_so() -> Non
 
 
 @pytest.mark.parametrize(
-    ("seed", "told"), [(0, " All losses lie within 4.0e-03 of one another over the 2 steps that all ran."), (1, "")]
+    ("seed", "told"), [(0, " Losses lie within 1.0e-02 of one another over the 3 steps that more than one ran."), (1, "")]
 )
 def test_without_a_reference_the_note_says_how_far_losses_of_the_same_batches_lie_apart(seed: int, told: str) -> None:
     def config(name: str, seed: int) -> dict[str, object]:
@@ -49,7 +49,7 @@ def test_without_a_reference_the_note_says_how_far_losses_of_the_same_batches_li
 
     rows = [
         row("fsdp2", [3.0], losses=[9.0, 8.002, 7.5], config=config("fsdp2", 0)),
-        row("zero3", [2.0], losses=[9.001, 8.0], config=config("zero3", 0)),
+        row("zero3", [2.0], losses=[9.001, 8.0, 7.51], config=config("zero3", 0)),
         row("megatrain", [1.0], losses=[8.999, 7.998], config=config("megatrain", seed)),
         row("zenflow", status="oom_device", losses=[]),
     ]

@@ -129,7 +129,7 @@ def test_losses_of_all_systems_and_their_difference(h200: Figure) -> None:
     assert list(gaps["MegaTrain"]) == pytest.approx([-6e-4 * step / 40 for step in range(40)], abs=1e-12)
     assert difference.get_yscale() == "symlog"
     assert difference.get_ylim()[1] == pytest.approx(1.6)
-    assert list(difference.get_yticks()) == pytest.approx([-0.002, 0, 0.002, 0.01, 0.1, 1])
+    assert list(difference.get_yticks()) == pytest.approx([-0.002, 0, 0.002, 1, 0.1])
 
 
 @pytest.mark.parametrize("preset", [None, "tuned kept", "a preset with a long name"])
@@ -154,6 +154,17 @@ def test_long_names_leave_the_panels_their_width() -> None:
     names = [text.get_window_extent() for text in throughput.get_yticklabels()]
     assert names[3].height > 2.5 * names[0].height  # in three lines
     assert all(upper.y0 > lower.y1 for upper, lower in itertools.pairwise(names))
+
+
+def test_six_curves_one_far_off_leave_legend_and_ticks_apart() -> None:
+    figure = quickstart.figure(load.frame(RESULTS / "zero3_3b_best.jsonl"))
+    figure.draw_without_rendering()
+    loss, difference = figure.axes[2:]
+    assert not quickstart.covered(loss)
+    assert difference.get_yscale() == "symlog"
+    ticks = sorted((text.get_window_extent() for text in difference.get_yticklabels()), key=lambda box: float(box.y0))
+    assert len(ticks) == 5
+    assert all(upper.y0 > lower.y1 for lower, upper in itertools.pairwise(ticks))
 
 
 def drawn_points(axes: Axes) -> np.ndarray:

@@ -135,3 +135,26 @@ def test_throughput_refuses_what_a_line_cannot_show() -> None:
         figure_of(throughput, h200_rows())
     with pytest.raises(ValueError, match="a line never spans two"):
         figure_of(throughput, [*h200_rows(), *cpu_rows()])
+
+
+def test_a_long_legend_is_inside_the_figure_and_says_whose_numerics_differ() -> None:
+    names = [name for name in style.SYSTEMS if name != "in_memory"]
+    presets = ("kept compiled", "a preset with a long name")
+    agreed = {("superoffload", 3): False, ("zenflow", 7): False, ("zenflow", 3): None}
+
+    def point(name: str, preset: str, place: int) -> Row:
+        told = {"experiment": str(place), "cell": f"{name}{preset}{place}", "num_params": place * 10**9}
+        return row(name, windows(0.1 * place), preset=preset, agrees=agreed.get((name, place), True), **told)
+
+    rows = [point(name, preset, place) for name in names for preset in presets for place in (3, 7)]
+    figure = figure_of(throughput, rows)
+    figure.draw_without_rendering()
+    (told,) = figure.legends
+    box, page = told.get_window_extent(), figure.bbox
+    assert page.x0 <= box.x0 < box.x1 <= page.x1
+    assert page.y0 <= box.y0 < box.y1 < figure.axes[0].get_window_extent().y0
+    assert figure.axes[0].get_window_extent().height > 1.1 * figure.dpi
+    entries = [entry.replace("\n", " ") for entry in legend(figure)]
+    assert {entry for entry in entries if "numerics" in entry} == {
+        f"{style.name_of(name)} {preset} (numerics differ in part)" for name in ("superoffload", "zenflow") for preset in presets
+    }

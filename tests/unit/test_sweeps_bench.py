@@ -182,6 +182,15 @@ def test_agreement_is_with_the_reference_of_the_same_config() -> None:
     assert compared(mine, [refused, compiled], complete=True).agrees is True
     fits = row("in_memory", 1.003, compile=True)  # which is no reference: that is eager
     assert compared(row("megatrain", 1.001), [no_room, fits, eager]).agrees is True
+    # Where nothing says that there was no room, it stands in when all have run; as a preset only kept, and only alone.
+    kept, other = (row("zero3", loss, compile=True) for loss in (1.004, 1.0))
+    kept, other = (dataclasses.replace(one, preset=preset) for one, preset in ((kept, "kept"), (other, "twinflow kept")))
+    assert (compared(mine, [eager]).agrees, compared(mine, [eager], complete=True).agrees) == (None, False)
+    assert compared(mine, [other], complete=True).agrees is None
+    assert compared(mine, [other, kept], complete=True).agrees is True
+    assert compared(other, [other, kept], complete=True).agrees is False
+    assert compared(kept, [other, kept], complete=True).max_loss_difference == 0.0
+    assert compared(kept, [kept, compiled], complete=True).max_loss_difference == pytest.approx(0.002)
     # Of its repeats the first is the reference, for the others too.
     again = row("zero3", 1.005, repeat=2)
     assert compared(eager, [no_room, eager, again]).max_loss_difference == 0.0
