@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from baselines import footprint
 from baselines.common import dtype_name, micro_batches, raise_unless_finite
 from baselines.deepspeed_options import ZenFlowOptions
 from baselines.deepspeed_setup import require_shared_memory
@@ -49,16 +50,28 @@ class ZenFlow(Zero2):
     def plan(self) -> Plan:
         """Closed-form bytes: ZeRO-2's, the chosen columns on the device, and what the optimizer's process holds or shares.
 
-        All of that is fp32 (zenflow_utils.py of DeepSpeed 0.19.8): the master and the copy that is handed over, two gradients (one
-        fills while the other is used), two of each moment. A pinned gradient that a shared one replaced stays in torch's cache.
+        By DeepSpeed 0.19.8. zenflow_utils.py shares, in fp32, the master, the copy that is handed over and two gradients (one fills
+        while the other is used); the pinned master and gradient that these replace stay in torch's cache. Its process has two of
+        each moment. stage_1_and_2.py gathers the interval's gradients in a pinned block for each parameter
+        (async_accumulate_grad_in_cpu_via_gpu). Weights that are handed over are cast in pageable memory, for torch's `copy_` to a
+        device converts on the host (wait_last_update_and_copy). On the device, utils/tensor_fragment.py flattens every weight:
+        those that lie by columns are copied, and stay so.
         """
         options, total, itemsize = self.options, count_params(self.spec.model).total, self.spec.dtype.itemsize
         assert isinstance(options, ZenFlowOptions)
-        plan = super().plan()
+        plan, cuda = super().plan(), self.spec.device.type == "cuda"
+        device = {**plan.device, "weights": 2 * itemsize * total, "setup": 0}
         # Gradient, moments and the values kept from before an update, of the chosen columns.
-        device = {**plan.device, "optimizer": round(4 * itemsize * options.topk_share * total)}
-        host = {**plan.host, "master": 8 * total, "moments": 16 * total, "gradients": (8 + itemsize) * total}
-        host["staging"] += 4 * total if options.pin_memory and self.spec.device.type == "cuda" else 0
+        device["optimizer"] = round(4 * itemsize * options.topk_share * total)
+        # They stand three times while zenflow_utils.py transposes them and makes them one flat tensor.
+        device["setup"] = max(0, 3 * itemsize * total + device.get("workspace", 0) - sum(device.values()))
+        gathered = [itemsize * size for size in footprint.parameter_sizes(self.spec.model)] if options.update_interval > 1 else []
+        host = {**plan.host, "master": 8 * total, "moments": 16 * total, "gradients": 8 * total + sum(gathered)}
+        host["other"] = footprint.process_bytes(self.spec.device, 2)
+        if cuda and itemsize < 4:
+            host["staging"] += itemsize * total
+        if cuda and options.pin_memory:
+            host["staging"] += 8 * total + sum(map(footprint.rounding, gathered))
         return Plan(device=device, host=host)
 
     def dtypes(self) -> dict[str, str]:

@@ -306,6 +306,7 @@ class Zero2(Zero3):
             "master": 4 * total,
             "moments": 8 * total,
             "gradients": 4 * total + on_host,
+            "other": footprint.process_bytes(spec.device),
         }
         pinned = (host["weights"], host["master"], 4 * total, itemsize * count.largest)
         rounded = options.pin_memory and spec.device.type == "cuda"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -27,6 +28,8 @@ DISK_BYTES_PER_PARAM = 16
 """fp32 master, both moments, and gradients on their way to them."""
 PREFIX = "zero-infinity-"
 """Folders are called after the process that made them, so that those of dead ones can be told."""
+ARCHITECTURE = re.compile(r"\d+\.\d+(\+PTX)?")
+"""What DeepSpeed's builder (0.19.8, op_builder/builder.py) can read of TORCH_CUDA_ARCH_LIST: not torch's 9.0a, nor its names."""
 FULL_BYTES = 64 << 20
 """A disk with less than this free is what stopped a step."""
 
@@ -51,10 +54,16 @@ class ZeroInfinity(Zero3):
         self.options = options.within(self.root / f"{PREFIX}{os.getpid()}")
 
     def plan(self) -> Plan:
-        """Closed-form bytes of host and device; the disk has 16 a parameter beside them."""
+        """Closed-form bytes of host and device; the disk has 16 a parameter beside them.
+
+        first_step: the moments, which the first update makes in pageable memory (cpu_adam.py of DeepSpeed 0.19.8) and writes a copy
+        of. Pipelined, they live until the second update has read what replaces them into the buffers (swap_out_optimizer_state of
+        swap_tensor/pipelined_optimizer_swapper.py releases none); else until they are written, one sub-group's at a time.
+        """
         options, total = self.options, count_params(self.spec.model).total
         assert isinstance(options, InfinityOptions)
-        buffers = options.buffer_count * 4 * max(sub_groups(self.spec.model, options.sub_group_size))
+        largest = max(sub_groups(self.spec.model, options.sub_group_size))
+        buffers = options.buffer_count * 4 * largest
         weights = self.spec.dtype.itemsize * total if options.offload_param else 0
         accumulated = accumulation_dtype(self.spec).itemsize * total
         blocks, pinned = self._weight_blocks(), options.pin_memory and self.spec.device.type == "cuda"
@@ -63,6 +72,7 @@ class ZeroInfinity(Zero3):
             "weights": weights,
             "gradients": accumulated,
             "staging": buffers + (blocks.num_bytes - weights - accumulated if pinned else 0),
+            "first_step": 8 * (total if options.pipeline else largest),
             "other": footprint.process_bytes(self.spec.device),
         }
         device = {kind: size for kind, size in super().plan().device.items() if kind != "workspace"}
@@ -123,5 +133,8 @@ def _require_async_io(deepspeed: Any, device: torch.device) -> None:
 
     if device.type == "cuda" and CUDA_HOME is None:
         raise Unsupported("DeepSpeed's async_io is built with the CUDA toolkit and there is none; install it, or set CUDA_HOME")
+    asked = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    if device.type == "cuda" and not all(ARCHITECTURE.fullmatch(part) for part in re.split(r"[\s;]+", asked.strip()) if part):
+        raise Unsupported(f"TORCH_CUDA_ARCH_LIST: got {asked}, of which DeepSpeed reads numbers alone; set it to 9.0, for example")
     if not deepspeed.ops.op_builder.AsyncIOBuilder().is_compatible(verbose=False):
         raise Unsupported("libaio is missing and DeepSpeed's async_io is built with it; install libaio-dev (libaio-devel)")

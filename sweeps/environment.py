@@ -22,7 +22,7 @@ from sweeps.config import Machine
 from sweeps.flops import datasheet_tflops
 from sweeps.memory import host_bytes, nvml_device
 
-PACKAGES = ("torch", "transformers", "deepspeed", "hydra-core", "wandb", "numpy")
+PACKAGES = ("torch", "transformers", "deepspeed", "torchao", "hydra-core", "wandb", "numpy")
 ROOT = Path(__file__).resolve().parent.parent
 """The checkout."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

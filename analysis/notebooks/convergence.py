@@ -3,8 +3,8 @@
 # Convergence
 
 Loss curves of all systems of a comparison on one axis, and below them each one's difference from the reference: plain training
-in memory, or ZeRO-3 where that has no room. The grey band is the tolerance within which a row *agrees*; a row outside it is
-labelled and not ranked.
+in memory or, where that was not measured, ZeRO-3 (eager, else compiled, else kept). The grey band is the tolerance within which a
+row *agrees*; a row outside it is labelled and not ranked.
 """
 
 # %%

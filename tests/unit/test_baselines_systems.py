@@ -206,7 +206,8 @@ def test_plan_rounds_what_zero2_pins_up_to_powers_of_two():
     largest = count_params(make_spec().model).largest
 
     def host(device, **options):
-        return build("zero2", make_spec(device=device, **options)).plan().host
+        planned = build("zero2", make_spec(device=device, **options)).plan().host
+        return {kind: size for kind, size in planned.items() if kind != "other"}
 
     assert host("cuda", pin_memory=False) == host("cpu")
     assert host("cpu") == {"weights": 2 * total, "master": 4 * total, "moments": 8 * total, "gradients": 4 * total} | {

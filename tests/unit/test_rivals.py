@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from baselines import zero_infinity
 from baselines.deepspeed_options import (
     SuperOffloadOptions,
     ZenFlowOptions,
@@ -158,7 +159,7 @@ def run(name: str, spec: SystemSpec) -> list[float]:
 def test_zenflow_plan_at_14b():
     spec = make_spec(QWEN_14B)
     plan, total = build("zenflow", spec).plan(), num_params(spec.model)
-    assert {kind: size / total for kind, size in plan.host.items() if kind not in ("staging", "weights")} == {
+    assert {kind: size / total for kind, size in plan.host.items() if kind not in ("staging", "weights", "other")} == {
         "master": 8,
         "moments": 16,
         "gradients": 10,
@@ -252,6 +253,17 @@ def test_zero_infinity_wants_a_folder_with_room(tmp_path, monkeypatch):
     ):
         raise RuntimeError("aio wrote nothing")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("asked", ["9.0a", "Hopper;8.0", "8.0 9.0+PTX;10.0", ""])
+def test_architectures_that_deepspeed_cannot_read_are_one_line(asked, monkeypatch):
+    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", "/usr/local/cuda")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", asked)
+    builder = SimpleNamespace(AsyncIOBuilder=lambda: SimpleNamespace(is_compatible=lambda verbose: False))
+    told = f"TORCH_CUDA_ARCH_LIST: got {asked}, of which DeepSpeed reads numbers alone"
+    line = told if asked in ("9.0a", "Hopper;8.0") else "libaio is missing"
+    with pytest.raises(Unsupported, match=f"^{line}[^\n]*$"):
+        zero_infinity._require_async_io(SimpleNamespace(ops=SimpleNamespace(op_builder=builder)), torch.device("cuda"))
 
 
 def test_zero_infinity_removes_what_dead_processes_left(tmp_path):
