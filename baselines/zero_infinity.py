@@ -56,8 +56,8 @@ class ZeroInfinity(Zero3):
     def plan(self) -> Plan:
         """Closed-form bytes of host and device; the disk has 16 a parameter beside them.
 
-        first_step: the moments, which the first update makes in pageable memory (cpu_adam.py of DeepSpeed 0.19.8) and writes a copy
-        of. Pipelined, they live until the second update has read what replaces them into the buffers (swap_out_optimizer_state of
+        moments: those that the first update makes in pageable memory (cpu_adam.py of DeepSpeed 0.19.8) and writes a copy of.
+        Pipelined, they live until the second update has read what replaces them into the buffers (swap_out_optimizer_state of
         swap_tensor/pipelined_optimizer_swapper.py releases none); else until they are written, one sub-group's at a time.
         """
         options, total = self.options, count_params(self.spec.model).total
@@ -70,9 +70,9 @@ class ZeroInfinity(Zero3):
         blocks.take(accumulated)
         host = {
             "weights": weights,
+            "moments": 8 * (total if options.pipeline else largest),
             "gradients": accumulated,
             "staging": buffers + (blocks.num_bytes - weights - accumulated if pinned else 0),
-            "first_step": 8 * (total if options.pipeline else largest),
             "other": footprint.process_bytes(self.spec.device),
         }
         device = {kind: size for kind, size in super().plan().device.items() if kind != "workspace"}

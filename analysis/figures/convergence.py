@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from analysis import style
 from analysis.compare import Comparison, compare
+from analysis.figures import layout
 from analysis.figures.quickstart import difference_panel, heading, loss_panel
 from analysis.studies import study_of
 
@@ -55,8 +56,7 @@ def _drawn(comparison: Comparison, told: str) -> Figure:
         if legend is not None:
             handles = [line for line in loss.get_lines() if not str(line.get_label()).startswith("_")]
             legend.remove()
-            below = drawn.legend(handles=handles, loc="outside lower center", ncols=2, columnspacing=1.2)
-            for line in below.get_lines():
+            for line in layout.legend_below(drawn, handles, 2).get_lines():
                 line.set_linewidth(1.2)
         drawn.suptitle(told, x=0.01, ha="left", fontsize=6.5, color=style.MUTED)
     return drawn

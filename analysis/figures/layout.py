@@ -9,8 +9,11 @@ import math
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from analysis.standing import Standing
@@ -25,6 +28,12 @@ NAME = 26
 """Most characters of a line of a system's name."""
 CURVE = 34
 """The same in the legend of the losses."""
+ENTRY = 24
+"""The same in a legend below the panels: two columns of a figure of one column hold it."""
+ENTRY_LINE_IN, ENTRY_IN = 0.128, 0.012
+"""Height of a line of such a legend, and what an entry has between it and the next."""
+LEGEND_IN = 0.5
+"""Height of such a legend that a figure has room for as it is."""
 NAME_IN = 0.13
 """Height of such a line."""
 
@@ -52,14 +61,25 @@ def wrapped(text: str, width_in: float) -> str:
     return textwrap.fill(text, int(SMALL_PER_IN * width_in))
 
 
-def name(standing: Standing, width: int = NAME) -> str:
+def name(label: str, width: int = NAME) -> str:
     """What a row of bars, or a curve, is called, in as many lines of so many characters as it takes."""
-    return textwrap.fill(standing.label, width, break_on_hyphens=False)
+    return textwrap.fill(label, width, break_on_hyphens=False)
 
 
 def row_in(standings: Iterable[Standing], least: float) -> float:
     """Height of a row of bars in inches: what the longest name needs, at least `least`."""
-    return max(least, NAME_IN * max(name(one).count("\n") + 1 for one in standings))
+    return max(least, NAME_IN * max(name(one.label).count("\n") + 1 for one in standings))
+
+
+def legend_below(figure: Figure, handles: Sequence[Line2D], columns: int) -> Legend:
+    """One legend for all panels, below them: names in as many lines as it takes, the figure taller by what the legend does."""
+    for handle in handles:
+        handle.set_label(name(str(handle.get_label()), ENTRY))
+    heights = [ENTRY_IN + ENTRY_LINE_IN * (str(handle.get_label()).count("\n") + 1) for handle in handles]
+    tallest = max(sum(column) for column in np.array_split(heights, columns))  # as the legend divides them
+    width_in, height_in = figure.get_size_inches()
+    figure.set_size_inches(width_in, height_in + max(0.0, tallest - LEGEND_IN))
+    return figure.legend(handles=handles, loc="outside lower center", ncols=columns, columnspacing=1.0)
 
 
 def noted(figure: Figure, notes: Sequence[str]) -> Figure:

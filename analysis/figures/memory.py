@@ -38,7 +38,7 @@ def figure(frame: pd.DataFrame) -> Figure:
         panels = drawn.subplots(1, len(places), sharey=True, squeeze=False)[0]
         for axes, place in zip(panels, places, strict=True):
             panel(axes, standings, [plan.get(place, {}) for plan in plans], place, _limit(frame, place))
-        panels[0].set_yticks(range(len(standings)), list(map(layout.name, standings)))
+        panels[0].set_yticks(range(len(standings)), [layout.name(one.label) for one in standings])
         panels[0].set_ylim(len(standings) - 0.45, -0.6)
         if any(any(plan.values()) for plan in plans):
             drawn.legend(handles=_legend(plans), loc="outside lower center", ncols=6 if comparison.on_gpu else 3, columnspacing=1.2)

@@ -147,7 +147,7 @@ def throughput_panel(axes: Axes, comparison: Comparison) -> None:
             axes.annotate("numerics differ", end, (4, -4), textcoords="offset points", va="center", fontsize=6, color=style.ALARM)
     axes.set_title("Throughput")
     unit = layout.speed_axis(standings)
-    base = "" if comparison.baseline is None else f"× {layout.name(comparison.baseline)}"
+    base = "" if comparison.baseline is None else f"× {layout.name(comparison.baseline.label)}"
     apart = "\n" if len(base) > LONG else " "  # or the words would reach below the next panel
     axes.set_xlabel(f"{unit}\nat the bars:{apart}{base}" if base else unit)
     axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
@@ -195,7 +195,7 @@ def loss_panel(axes: Axes, comparison: Comparison) -> None:
     for order, one in enumerate(drawn):
         steps = range(1, len(one.losses) + 1)
         width = 2.2 - 1.4 * order / max(len(drawn) - 1, 1)
-        axes.plot(steps, one.losses, label=layout.name(one, layout.CURVE), linewidth=width, **_curve(one, order))
+        axes.plot(steps, one.losses, label=layout.name(one.label, layout.CURVE), linewidth=width, **_curve(one, order))
         finite = [step for step, loss in zip(steps, one.losses, strict=True) if math.isfinite(loss)]
         if not one.measured and finite:
             _stopped(axes, finite[-1], one)
@@ -250,7 +250,7 @@ def difference_panel(axes: Axes, comparison: Comparison, reference: Standing) ->
 
 
 def _rows(axes: Axes, standings: Sequence[Standing]) -> None:
-    axes.set_yticks(range(len(standings)), list(map(layout.name, standings)))
+    axes.set_yticks(range(len(standings)), [layout.name(one.label) for one in standings])
     axes.set_ylim(len(standings) - 0.45, -0.55)
     axes.tick_params(axis="y", length=0)
 

@@ -8,11 +8,9 @@ the legend.
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -33,14 +31,6 @@ REACH = 0.25
 """How much of the way to the next place a point may be moved: beside a line of its own colour, more looks like one more place."""
 REACH_OF_POINTS = 0.45
 """The same in a panel without a line."""
-COLUMNS = {style.COLUMN_IN: 2, style.PAGE_IN: 5}
-"""Of the legend, by the width of the figure."""
-ENTRY = 24
-"""Most characters of a line of it."""
-LINE_IN, ENTRY_IN = 0.128, 0.012
-"""Height of such a line, and what an entry has between it and the next."""
-LEGEND_IN = 0.5
-"""Height of a legend that a figure has room for as it is."""
 SIDE_BY_SIDE = "Points of one place stand side by side where they would overlap."
 
 
@@ -103,20 +93,11 @@ def _panels(drawn: Figure, panels: list[tuple[Scale, list[Cell]]], looks: dict[F
         for handle in found:
             handles.setdefault(str(handle.get_label()), handle)
     series_first = sorted(handles.values(), key=lambda handle: handle.get_color() in (style.ALARM, style.MUTED))
-    _legend(drawn, series_first, _differing(panels, looks))
+    differing = _differing(panels, looks)
+    for handle in series_first:
+        handle.set_label(f"{handle.get_label()}{differing.get(str(handle.get_label()), '')}")
+    layout.legend_below(drawn, series_first, 2 if len(panels) == 1 else 5)
     return notes
-
-
-def _legend(drawn: Figure, handles: list[Line2D], differing: dict[str, str]) -> None:
-    """One for all panels, below them, in a figure that is made taller by what it takes."""
-    width, height = drawn.get_size_inches()
-    for handle in handles:
-        label = str(handle.get_label())
-        handle.set_label(textwrap.fill(f"{label}{differing.get(label, '')}", ENTRY, break_on_hyphens=False))
-    heights = [ENTRY_IN + LINE_IN * (str(handle.get_label()).count("\n") + 1) for handle in handles]
-    tallest = max(sum(column) for column in np.array_split(heights, COLUMNS[width]))  # as the legend divides them
-    drawn.set_size_inches(width, height + max(0.0, tallest - LEGEND_IN))
-    drawn.legend(handles=handles, loc="outside lower center", ncols=COLUMNS[width], columnspacing=1.0)
 
 
 def _differing(panels: list[tuple[Scale, list[Cell]]], looks: dict[Family, int]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 
 from analysis import load, style
-from analysis.figures import quickstart
+from analysis.figures import convergence, quickstart
 from analysis.make import RESULTS
 from sweeps.result import LOSS_TOLERANCE, Row, read_rows
 from tests.unit.test_analysis_load import GIB, cpu_rows, curve, h200_rows, plan, row
@@ -165,6 +165,17 @@ def test_six_curves_one_far_off_leave_legend_and_ticks_apart() -> None:
     ticks = sorted((text.get_window_extent() for text in difference.get_yticklabels()), key=lambda box: float(box.y0))
     assert len(ticks) == 5
     assert all(upper.y0 > lower.y1 for lower, upper in itertools.pairwise(ticks))
+
+
+def test_long_names_below_the_losses_stay_on_the_page() -> None:
+    names = [f"on an on an on an on an on an on {number}" for number in range(6)]
+    figure = convergence.figure(load.from_rows([row("zero3", [1.0], preset=name, cell=name, losses=curve(9)) for name in names]))
+    figure.draw_without_rendering()
+    (told,) = figure.legends
+    box = told.get_window_extent()
+    assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
+    assert figure.axes[0].get_window_extent().height > 0.7 * figure.dpi
+    assert len(told.get_texts()) == 6
 
 
 def drawn_points(axes: Axes) -> np.ndarray:
