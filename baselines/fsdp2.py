@@ -29,7 +29,7 @@ from baselines.common import (
 from baselines.loss import loss_of
 from baselines.model import config_of, count_params, decoder_layers, materialise
 from baselines.system import SystemSpec
-from engine import Batch, Plan
+from engine import Batch, Plan, norm_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,11 +198,6 @@ class Fsdp2:
             distributed.release()
         if self.spec.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def norm_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """2-norm of all elements of host tensors, row by row: torch's of a whole tensor on the CPU has one thread, and rounds more."""
-    return torch.linalg.vector_norm(torch.cat([torch.linalg.vector_norm(one, dim=-1).reshape(-1) for one in tensors]))
 
 
 def _local(tensor: Any) -> torch.Tensor:

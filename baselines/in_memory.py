@@ -26,7 +26,7 @@ from baselines.common import (
 from baselines.loss import CausalLMLoss, loss_of
 from baselines.model import config_of, count_params, materialise
 from baselines.system import SystemSpec
-from engine import Batch, Plan
+from engine import Batch, Plan, norm_of
 
 
 class InMemory:
@@ -115,7 +115,9 @@ class InMemory:
     def _update(self, loss: torch.Tensor) -> None:
         """Clip (scale = min(1, clip_norm / (norm + 1e-6)), as torch does), AdamW on the master, bf16 weights from it."""
         recipe, grads = self.spec.recipe, [master.grad for master in self._masters if master.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+        # One kernel for all parameters; on the CPU it would sum a large one in a few fp32 lanes.
+        on_cpu = self.spec.device.type == "cpu"
+        norm = norm_of(grads) if on_cpu else torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
         if recipe.clip_norm > 0:
             torch._foreach_mul_(grads, torch.clamp(recipe.clip_norm / (norm + 1e-6), max=1.0))
         not_finite = 1.0 - torch.isfinite(norm + loss).float()

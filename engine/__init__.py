@@ -6,7 +6,7 @@ The names below are all that another room may import; torch is the only dependen
 from engine.config import EngineConfig
 from engine.cost import Rates
 from engine.engine import MegaTrain
-from engine.optimizer import cache_directory, clip_scale
+from engine.optimizer import cache_directory, clip_scale, norm_of
 from engine.placement import USABLE_DEVICE
 from engine.plan import Plan, layer_activation_bytes, logits_bytes
 from engine.planner import HOST_OVERHEAD, Machine
@@ -32,4 +32,5 @@ __all__ = [
     "clip_scale",
     "layer_activation_bytes",
     "logits_bytes",
+    "norm_of",
 ]

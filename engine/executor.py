@@ -18,9 +18,10 @@ import torch
 from engine.decoder import Decoder, Recording, tensors
 from engine.head import loss_and_gradients, summed_cross_entropy
 from engine.host import HostStore
+from engine.layout import BLOCK_ALIGNMENT
 from engine.memory import DeviceMemory
 from engine.offload import Offloaded, copy_in_pieces, storages
-from engine.optimizer import AdamW, clip_scale
+from engine.optimizer import AdamW, clip_scale, norm_of
 from engine.pipeline import Pipeline
 from engine.recipe import Batch, NonFiniteLossError
 from engine.schedule import Op, build
@@ -263,11 +264,11 @@ class Executor:
     def _finish(self, op: Op, gradients: Gradients) -> None:
         flat = gradients.finish()
         if self.pipeline.clip:
-            self.memory.norms[op.block] = torch.linalg.vector_norm(flat, dtype=torch.float32)
+            self.memory.norms[op.block] = norm_of([flat.view(-1, BLOCK_ALIGNMENT)])
 
     @torch.no_grad()
     def _clip(self, _: Op, s: _Step) -> None:
-        norm = torch.linalg.vector_norm(self.memory.norms)
+        norm = norm_of([self.memory.norms])
         self._decide(s, norm=norm, scale=clip_scale(norm, self.optimizer.recipe.clip_norm))
 
     def _decide(self, s: _Step, *, norm: torch.Tensor, scale: torch.Tensor) -> None:
