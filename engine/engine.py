@@ -55,6 +55,10 @@ class MegaTrain:
         """
         if dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"system.dtype: got {dtype}, allowed bfloat16, float32; bfloat16 keeps an fp32 master beside it")
+        shape = {"num_micro_batches": num_micro_batches, "micro_batch_size": micro_batch_size, "seq_len": seq_len}
+        for name, value in shape.items():
+            if type(value) is not int or value < 1:
+                raise ValueError(f"shape.{name}: got {value!r}, allowed an integer >= 1; give at least one")
         config, tokens = config or EngineConfig(), micro_batch_size * seq_len
         self.config = replace(config, mlp_chunk=config.mlp_chunk if config.mlp_chunk < tokens else 0)
         self.recipe, self.dtype = recipe, dtype
@@ -155,7 +159,7 @@ class MegaTrain:
     def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Allocate host and device memory and load `weights`: (name, tensor) pairs, every parameter once.
 
-        Raises ValueError where a name is not the model's, or a parameter is missing.
+        Raises ValueError where a name or a shape is not the model's, or a parameter is missing.
         """
         self._store = HostStore(self._planner.host_spec(self.pipeline), device=self.device)
         places = {self._decoder.full_name(b, n): (b, n) for b, block in enumerate(self._decoder.blocks) for n in block}
@@ -165,7 +169,13 @@ class MegaTrain:
                 raise ValueError(
                     f"weights: got {name!r}, allowed the model's {len(places)} parameters, {min(places)} among them; leave it out"
                 )
-            self._store.set_parameter(*places[name], value)
+            block, local = places[name]
+            if value.shape != self._decoder.blocks[block][local]:
+                allowed = tuple(self._decoder.blocks[block][local])
+                raise ValueError(
+                    f"weights: got {name!r} of shape {tuple(value.shape)}, allowed {allowed}; load weights of this very model"
+                )
+            self._store.set_parameter(block, local, value)
             missing.discard(name)
         if missing:
             raise ValueError(
@@ -195,17 +205,31 @@ class MegaTrain:
     def train_step(self, batch: Batch) -> torch.Tensor:
         """Enqueue one optimizer step over all micro-batches; the mean loss, fp32, 0-dim, unsynchronised.
 
-        Raises NonFiniteLossError, once, here, in a later call or in drain, where a loss or a gradient norm was not finite: no
-        parameter and no moment changed, and training can go on. Where a later call raises it, as on CUDA, that call's batch is not
-        trained on either, and the bad step keeps its place in the learning-rate schedule; `resume` takes it back. After any other
-        error updates may be half done: `resume` a checkpoint, in a new engine where the CPU lane's error is raised again.
+        Raises ValueError where the batch is not of the shape that the engine was made for.
+
+        Raises NonFiniteLossError, once, here, in a later call or in drain, where a loss or a gradient norm was not finite:
+        that step changed no parameter and no moment, and training can go on. Where a later call raises it, as on CUDA, that
+        call's batch is not trained on either, and the bad step keeps its place in the learning-rate schedule; `resume` takes
+        it back. With `clip_norm=0` there is no norm: a gradient that is not finite is applied, and the next loss tells.
+
+        After any other error updates may be half done: `resume` a checkpoint, in a new engine where the CPU lane's error is
+        raised again.
         """
         _, executor, _ = self._ready()
-        assert tuple(batch.tokens.shape) == self.shape, f"batch of shape {tuple(batch.tokens.shape)}, expected {self.shape}"
+        self._check_batch(batch)
         with torch.autograd.set_multithreading_enabled(False):  # autograd's own thread keeps gradients longer: docs/log.md, 71
             loss = executor.run(batch, self._next_step)
         self._next_step += 1
         return loss
+
+    def _check_batch(self, batch: Batch) -> None:
+        for name in ("tokens", "labels", "attention_mask"):
+            tensor: torch.Tensor | None = getattr(batch, name)
+            if tensor is not None and (tensor.dtype, tuple(tensor.shape)) != (torch.int64, self.shape):
+                raise ValueError(
+                    f"batch.{name}: got {tensor.dtype} of shape {tuple(tensor.shape)}, allowed torch.int64 of shape {self.shape}, "
+                    "which are micro-batches, rows and tokens; cut the step as the engine was told"
+                )
 
     def drain(self) -> None:
         """Return when every lane is idle and every update applied; raise what went wrong on the CPU lane, as `train_step` does."""
@@ -229,14 +253,17 @@ class MegaTrain:
         store, executor, lanes = self._ready()
         lanes.drain()
         executor.finish_moments()
-        checkpoint.save(store, directory, self._next_step)
+        checkpoint.save(store, directory, self._next_step, self.recipe)
 
     def resume(self, directory: Path) -> None:
-        """Continue, after setup, from a checkpoint that `save` wrote."""
+        """Continue, after setup, from a checkpoint that `save` wrote; one whose files were changed changes nothing here.
+
+        Raises ValueError where it does not fit. Warns where its recipe is another: this engine's own is what goes on.
+        """
         store, executor, lanes = self._ready()
         lanes.drain()
         executor.finish_moments()
-        self._next_step = checkpoint.resume(store, directory)
+        self._next_step = checkpoint.resume(store, directory, self.recipe)
 
     def close(self) -> None:
         """Stop the worker and unpin the host arena; idempotent."""

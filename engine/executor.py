@@ -292,7 +292,12 @@ class Executor:
     def _check(self, _: Op, s: _Step) -> None:
         loss, norm, scale = self.memory.verdict.tolist()
         if not math.isfinite(scale):
-            raise NonFiniteLossError(f"step {s.index}: loss {loss}, gradient norm {norm}; no optimizer step was taken")
+            if self.pipeline.clip:
+                raise NonFiniteLossError(f"step {s.index}: loss {loss}, gradient norm {norm}; no optimizer step was taken")
+            raise NonFiniteLossError(
+                f"step {s.index}: loss {loss}; no optimizer step was taken this time, but recipe.clip_norm=0 looks at no gradient: "
+                "an earlier step may have applied one that was not finite; resume a checkpoint, or set recipe.clip_norm"
+            )
 
     def _step(self, op: Op, s: _Step) -> None:
         state = self.store.states[op.block]

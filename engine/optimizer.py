@@ -58,7 +58,8 @@ def norm_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     An element above 1.8e19, whose square is no fp32 number, makes the norm infinite, as torch's.
     """
     rows = [torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).reshape(-1) for t in tensors]
-    return torch.linalg.vector_norm(torch.cat(rows), dtype=torch.float64).float()
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.cat(rows), dtype=torch.float64)
+    return norm.float()
 
 
 def clip_scale(norm: torch.Tensor, clip_norm: float) -> torch.Tensor:

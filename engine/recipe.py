@@ -16,7 +16,7 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 
 class NonFiniteLossError(RuntimeError):
-    """The loss or the global gradient norm was NaN or infinite; no optimizer step was taken."""
+    """The loss, or the global gradient norm where a system looks at it, was NaN or infinite; the message says what the step did."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,13 @@ class Recipe:
     """Optimizer steps of the whole run; needed by linear and cosine."""
 
     def __post_init__(self) -> None:
+        for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "clip_norm"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not math.isfinite(value):
+                raise ValueError(f"recipe.{name}: got {value!r}, allowed a finite number; give one")
+        for name in ("warmup_steps", "total_steps"):
+            if type(getattr(self, name)) is not int:
+                raise ValueError(f"recipe.{name}: got {getattr(self, name)!r}, allowed an integer >= 0; give a number of steps")
         for name in ("lr", "eps"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"recipe.{name}: got {getattr(self, name)}, allowed > 0; give a positive number")

@@ -1,7 +1,9 @@
 """After a step that went wrong: what is raised, what has not changed, and how training goes on."""
 
 import math
+import re
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from engine import Batch, MegaTrain, NonFiniteLossError, Recipe
 from engine.pipeline import CPU
 from engine.streams import CudaLanes, TwinLanes
+from engine.template import Template
 from tests.models import assert_same, make_batch, make_engine, make_model, train
 
 
@@ -26,6 +29,36 @@ def test_a_non_finite_loss_takes_no_step(models, seed, on_device, clip_norm):
     for kept, current in zip(before, engine._store.states, strict=True):
         assert torch.equal(kept.view(torch.int32), current.weight.view(torch.int32))
         assert not current.exp_avg.any()
+
+
+@pytest.mark.parametrize("clip_norm", [1.0, 0.0])
+def test_a_gradient_that_is_not_finite_changes_nothing_where_that_is_said(models, monkeypatch, clip_norm):
+    """Without clipping no gradient is looked at: it is applied, and what the next step raises says so."""
+    engine = make_engine(models[torch.float32], recipe=Recipe(lr=1e-2, clip_norm=clip_norm))
+    _, before = train(engine, 1)
+    backward, error = Template.backward, None
+    with monkeypatch.context() as patch:
+
+        def spoilt(*arguments: Any) -> Any:
+            hidden, grads = backward(*arguments)
+            return hidden, [grad * math.nan for grad in grads]
+
+        patch.setattr(Template, "backward", spoilt)
+        try:
+            train(engine, 1, first=1)
+        except NonFiniteLossError as caught:
+            error = caught
+    after = dict(engine.parameters())
+    unchanged = all(torch.equal(value, after[name]) for name, value in before.items())
+    assert unchanged is (error is not None) is (clip_norm > 0)
+    if clip_norm:
+        assert re.fullmatch(r"step 1: loss \d\.\d+, gradient norm nan; no optimizer step was taken", str(error))
+        return
+    words = r"step 2: loss nan; no optimizer step was taken this time, but .* an earlier step may have applied one"
+    with pytest.raises(NonFiniteLossError, match=words) as caught:
+        train(engine, 1, first=2)
+    assert "gradient norm" not in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 BAD = {

@@ -1,7 +1,9 @@
 """The engine's state: what it refuses, what it allocates, what survives a restart."""
 
 import json
+import math
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -157,6 +159,61 @@ def test_bad_options_are_one_line(setting, message):
 def test_a_bad_dtype_is_one_line():
     with pytest.raises(ValueError, match=r"system\.dtype: got torch\.float16, allowed bfloat16, float32"):
         MegaTrain(make_model("qwen2"), recipe=Recipe(), micro_batch_size=1, seq_len=8, dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"lr": math.inf}, "recipe.lr: got inf, allowed a finite number"),
+        ({"lr": "x"}, "recipe.lr: got 'x', allowed a finite number"),
+        ({"lr": True}, "recipe.lr: got True, allowed a finite number"),
+        ({"eps": math.nan}, "recipe.eps: got nan, allowed a finite number"),
+        ({"weight_decay": math.inf}, "recipe.weight_decay: got inf, allowed a finite number"),
+        ({"clip_norm": math.inf}, "recipe.clip_norm: got inf, allowed a finite number"),
+        ({"warmup_steps": 1.5}, "recipe.warmup_steps: got 1.5, allowed an integer"),
+        ({"total_steps": None}, "recipe.total_steps: got None, allowed an integer"),
+    ],
+    ids=str,
+)
+def test_a_bad_recipe_is_one_line(setting, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        Recipe(**setting)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["num_micro_batches", "micro_batch_size", "seq_len"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "2", True])
+def test_a_bad_shape_is_one_line(name, value):
+    shape = {"micro_batch_size": 1, "seq_len": 8} | {name: value}
+    with pytest.raises(ValueError, match=rf"shape\.{name}: got {value!r}, allowed an integer >= 1") as caught:
+        MegaTrain(make_model("qwen2"), recipe=Recipe(), dtype=torch.float32, **shape)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [torch.zeros(3), torch.zeros(32, 96), torch.zeros(96 * 32)], ids=lambda v: str(v.shape))
+def test_weights_of_another_shape_are_named(value):
+    engine = MegaTrain(make_model("qwen2"), recipe=Recipe(), micro_batch_size=1, seq_len=8, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"weights: got 'lm_head\.weight' of shape \(.*\), allowed \(96, 32\)") as caught:
+        engine.setup([("lm_head.weight", value)])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda b: {"tokens": b.tokens[0]}, "tokens"),
+        (lambda b: {"tokens": b.tokens[:, :1]}, "tokens"),
+        (lambda b: {"labels": b.labels[..., :-1]}, "labels"),
+        (lambda b: {"labels": b.labels.int()}, "labels"),
+        (lambda b: {"attention_mask": torch.ones(2, 16, dtype=torch.int64)}, "attention_mask"),
+    ],
+)
+def test_a_batch_of_another_shape_is_one_line_and_no_step(models, change, name):
+    engine, batch = make_engine(models[torch.float32]), make_batch(0)
+    with pytest.raises(ValueError, match=rf"batch\.{name}: got torch\.int.* of shape .*, allowed torch\.int64 of shape") as caught:
+        engine.train_step(replace(batch, **change(batch)))
+    assert "\n" not in str(caught.value)
+    assert_same(train(engine, 1), train(make_engine(models[torch.float32]), 1))
 
 
 def test_missing_weights_are_named():
