@@ -171,8 +171,8 @@ def _compute(p: Pipeline, phase: str, block: int, slot: int, slab: int, lanes: d
     if phase == "embed":
         reads |= _after_updates(p)
     if phase == "tail":
-        reads.add("device weights 0")  # tied embeddings
-        writes.add(f"device gradients {block}")
+        reads.add("device weights 0")  # tied embeddings, whose gradient begins here
+        writes |= {"device gradients 0", f"device gradients {block}"}
         if not p.clip:
             writes.add("verdict")
     elif phase in GRADIENT_PHASES:
