@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from baselines.model import skip_packed_sequence_check
-from engine import Recipe
+from engine import Recipe, norm_of
 from engine.host import _Arena
+from engine.layout import BLOCK_ALIGNMENT
 from tests.models import make_batch, make_engine, make_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -189,3 +190,16 @@ def test_the_host_arena_is_pinned_and_moves_at_the_speed_of_pinned_memory():
     print(f"registered {0.268 / registered:.1f} GB/s, pinned {0.268 / pinned:.1f} GB/s, is_pinned {mine.is_pinned()}")
     assert registered < 1.1 * pinned
     arena.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_norm_of_a_large_block_is_exact_and_takes_no_memory(dtype):
+    """As large as a layer of a 14B model; in float64 a piece at a time."""
+    block = torch.randn(350_000_000 // BLOCK_ALIGNMENT, BLOCK_ALIGNMENT, device="cuda", dtype=dtype)
+    expected = sum(piece.double().square().sum() for piece in block.split(4096)).sqrt()
+    norm_of([block[:1]])
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    norm = norm_of([block])
+    assert torch.cuda.max_memory_allocated() - held < 16 << 20
+    assert norm.item() == pytest.approx(expected.item(), rel=3e-7)
