@@ -81,9 +81,13 @@ def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
+_WITH_BUDGET = functorch_config.patch(activation_memory_budget=KEEP_BUDGET)
+"""Made once: every patch makes a context variable, which the thread's context keeps for good."""
+
+
 def _kept(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The call of a compiled layer whose graph stays; the first call compiles."""
-    with functorch_config.patch(activation_memory_budget=KEEP_BUDGET):
+    with _WITH_BUDGET:
         return compiled(*args, **kwargs)
 
 

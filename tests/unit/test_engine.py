@@ -1,5 +1,6 @@
 """The engine as a machine: any pipeline gives the same bits, races become wrong numbers, state survives a restart."""
 
+import contextvars
 import itertools
 import re
 import weakref
@@ -302,3 +303,20 @@ def test_a_compiled_recomputation_leaves_out_the_last_product(models):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     products = re.findall(r"extern_kernels\.(?:mm|addmm)\(", "".join(code))
     assert len(products) == 20
+
+
+def test_a_step_leaves_no_context_variable_behind(models):
+    engine = make_engine(models[torch.float32], keep_activations=1)
+    train(engine, 1)
+    before = len(contextvars.copy_context())
+    train(engine, 2)
+    assert len(contextvars.copy_context()) == before
+
+
+def test_a_call_of_a_kept_layer_of_a_rival_leaves_no_context_variable_behind():
+    from baselines.loss import _kept
+
+    _kept(torch.relu, torch.ones(1))
+    before = len(contextvars.copy_context())
+    _kept(torch.relu, torch.ones(1))
+    assert len(contextvars.copy_context()) == before
