@@ -117,9 +117,11 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """Commit of the checkout, with `-dirty` where tracked files differ from it.
+    """Commit of this very checkout, with `-dirty` where tracked files differ from it.
 
-    Where the tree was copied without its history, MEGATRAIN_GIT_COMMIT says which it is; else None.
+    No variable of git's chooses another repository, and none that the checkout lies in stands
+    for it. Where the tree was copied without its history, MEGATRAIN_GIT_COMMIT says which it is;
+    else None.
     """
     commit = _git("rev-parse", "HEAD") or os.environ.get("MEGATRAIN_GIT_COMMIT")
     if not commit:
@@ -128,8 +130,11 @@ def git_commit() -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
+    known = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    known["GIT_CEILING_DIRECTORIES"] = str(ROOT.parent)
+    command = ["git", "-C", str(ROOT), *arguments]
     try:
-        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=known)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,46 @@
+"""Where a number came from: the commit in a row is this checkout's, whatever git is told."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from sweeps import environment
+
+
+def repository(folder: Path, *, file: str = "file") -> str:
+    """A new repository of one commit, and that commit."""
+    folder.mkdir(exist_ok=True)
+    (folder / file).write_text("text")
+    identity = ["-c", "user.name=nobody", "-c", "user.email=nobody@example.org"]
+    for command in (["init", "-q"], ["add", file], [*identity, "commit", "-q", "-m", "one"]):
+        subprocess.run(["git", "-C", str(folder), *command], check=True)
+    told = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+    return subprocess.run(told, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    monkeypatch.delenv("MEGATRAIN_GIT_COMMIT", raising=False)
+    monkeypatch.setattr(environment, "ROOT", tmp_path / "checkout")
+    (tmp_path / "checkout").mkdir()
+    return tmp_path / "checkout"
+
+
+def test_variables_of_git_choose_no_commit(checkout, tmp_path, monkeypatch):
+    mine = repository(checkout)
+    other = tmp_path / "other"
+    assert repository(other, file="another") != mine
+    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(other))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(other / ".git" / "index"))
+    assert environment.git_commit() == mine
+    (checkout / "file").write_text("changed")
+    assert environment.git_commit() == f"{mine}-dirty"
+
+
+def test_a_checkout_without_history_has_no_commit_whatever_it_lies_in(checkout, monkeypatch):
+    repository(checkout.parent)
+    assert environment.git_commit() is None
+    monkeypatch.setenv("MEGATRAIN_GIT_COMMIT", "told")
+    assert environment.git_commit() == "told"
