@@ -1,30 +1,35 @@
 """One process group of one process, shared by the systems that insist on having one.
 
-Invariant: the group that `acquire` started is destroyed by the last `release`; one started by others is left alone.
+Invariant: the group that `acquire` started is destroyed by the last `release`; one started by others is left alone. It
+needs no port, and nothing of it listens where another machine could connect.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import warnings
 
 import torch.distributed as dist
+
+LOOPBACK = "lo"
+"""The interface that no other machine reaches."""
 
 _users = 0
 _ours = False
 
 
 def acquire(backend: str) -> None:
-    """Join the running process group, or start one of this process alone on a free port (`backend` as torch names it)."""
+    """Join the running process group, or start one of this process alone (`backend` as torch names it).
+
+    Its store is this process's own memory: torch's TCPStore listens on every interface. Gloo and NCCL listen too, on the
+    interface that they are told.
+    """
     global _users, _ours
     if not dist.is_initialized():
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-        dist.init_process_group(backend, rank=0, world_size=1)
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        os.environ.update(GLOO_SOCKET_IFNAME=LOOPBACK, NCCL_SOCKET_IFNAME=LOOPBACK)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         _users, _ours = 0, True
     # DeepSpeed and FSDP2 call collectives that torch 2.13 renamed: a warning a call, inside the measured step.
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\..* is deprecated", category=FutureWarning)

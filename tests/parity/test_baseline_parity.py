@@ -9,10 +9,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import ipaddress
 from collections.abc import Iterator
 
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from baselines.model import initial_weights
@@ -299,3 +302,19 @@ def test_plan_and_dtypes_before_setup(name):
 def test_an_unknown_option_is_one_line(name):
     with pytest.raises(ValueError, match=r"^system\.foo: got 1, allowed .*; remove it or choose one of these$"):
         build(name, make_spec(foo=1))
+
+
+def listening() -> set[str]:
+    """Addresses at which this process, or one that it started, takes connections from."""
+    here = psutil.Process()
+    sockets = [socket for process in (here, *here.children(recursive=True)) for socket in process.net_connections("inet")]
+    return {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "zero3"])
+def test_no_other_machine_can_connect_while_a_rival_runs(name):
+    spec = make_spec()
+    with running(name, spec) as system:
+        train(system, spec, range(2))
+        assert dist.is_initialized()
+        assert all(ipaddress.ip_address(address).is_loopback for address in listening())

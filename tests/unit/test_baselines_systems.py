@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import shutil
+import socket
 import subprocess
 import sys
 
@@ -249,6 +251,21 @@ def test_process_group_is_shared_and_destroyed_by_the_last():
     distributed.release()
     distributed.release()
     assert not dist.is_initialized()
+
+
+def test_a_group_takes_no_port_of_its_own(monkeypatch):
+    """Whatever the environment says of a master: a job of several ranks may have left it there."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        distributed.acquire("gloo")
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        distributed.release()
+    assert value.item() == 1
+    assert os.environ["MASTER_ADDR"] == "192.0.2.1"
 
 
 def test_a_group_of_others_is_left_alone(tmp_path):
