@@ -154,8 +154,9 @@ def settings_apart(cell: Cell, other: Cell) -> list[str]:
 
 
 def comparable(cell: Cell) -> bool:
-    """Whether its speed may be held against others': measured, and losses not known to differ from the reference's."""
-    return cell.standing.measured and not cell.standing.differs
+    """Whether its speed may be held against others': measured, its system's own, and losses not known to differ from the
+    reference's."""
+    return cell.standing.measured and not (cell.standing.differs or cell.standing.fallback)
 
 
 def stands_for(cell: Cell, known: Cell | None) -> bool:

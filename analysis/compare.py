@@ -141,7 +141,7 @@ def _by(standing: Standing) -> str:
 
 def _ranked(standing: Standing, checked: bool) -> Standing:
     agreeing = standing.agrees is True or standing.stands_in if checked else True
-    return replace(standing, ranked=standing.measured and not standing.is_reference and agreeing)
+    return replace(standing, ranked=standing.measured and not (standing.is_reference or standing.fallback) and agreeing)
 
 
 def _fastest(standings: list[Standing]) -> Standing | None:
@@ -149,7 +149,7 @@ def _fastest(standings: list[Standing]) -> Standing | None:
 
 
 def _ratio(standing: Standing, baseline: Standing | None) -> Estimate | None:
-    if baseline is None or not standing.measured:
+    if baseline is None or not standing.measured or standing.fallback:
         return None
     if standing.system == baseline.system and standing.label == baseline.label:
         return Estimate(value=1.0, num_samples=len(standing.step_s))

@@ -14,6 +14,7 @@ import pandas as pd
 from analysis import stats
 from analysis.stats import Estimate
 from analysis.style import STATUS_LABELS
+from sweeps.identity import FALLBACK
 from sweeps.result import REFERENCE, STAND_IN, STAND_IN_KEPT
 
 Number = TypeVar("Number", int, float)
@@ -61,6 +62,8 @@ class Standing:
     agrees: bool | None
     caveat: str | None = None
     """What the system does otherwise than the recipe asks."""
+    fallback: bool = False
+    """Whether a slower part ran in place of the system's own (sweeps.identity.FALLBACK): its speed is not the system's."""
     ranked: bool = False
     best: bool = False
     variant: int = 0
@@ -207,6 +210,7 @@ def standing_of(record: Mapping[Hashable, Any]) -> Standing:
         and known.get("preset") in (None, "compiled", f"{STAND_IN_KEPT} compiled")
         and known.get("max_loss_difference") == 0.0,
         caveat=known.get("caveat"),
+        fallback=bool(known["config"].get("system", {}).get(FALLBACK)),
     )
 
 

@@ -6,7 +6,8 @@ The names below are all that another room may import; torch is the only dependen
 from engine.config import EngineConfig
 from engine.cost import Rates
 from engine.engine import MegaTrain
-from engine.optimizer import cache_directory, clip_scale, norm_of
+from engine.kernel import KernelError, cache_directory, native
+from engine.optimizer import clip_scale, norm_of
 from engine.placement import USABLE_DEVICE
 from engine.plan import Plan, layer_activation_bytes, logits_bytes
 from engine.planner import HOST_OVERHEAD, Machine
@@ -21,6 +22,7 @@ __all__ = [
     "USABLE_DEVICE",
     "Batch",
     "EngineConfig",
+    "KernelError",
     "Machine",
     "MegaTrain",
     "NonFiniteLossError",
@@ -32,5 +34,6 @@ __all__ = [
     "clip_scale",
     "layer_activation_bytes",
     "logits_bytes",
+    "native",
     "norm_of",
 ]

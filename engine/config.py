@@ -48,6 +48,8 @@ class EngineConfig:
     """Host memory that copies touch: exact (one pinned arena), torch (pinned by torch, rounded up), none (pageable). CUDA only."""
     num_threads: int = 0
     """CPU threads of the optimizer, at most 4096; 0 takes all cores but two beside a GPU, all of them on the CPU."""
+    torch_adamw: bool = False
+    """Run AdamW through torch, for a machine without a C++ compiler: the same bits, several times slower."""
     poison: bool = False
     """Fill freed slots with NaN, to find reads after a slot was given up."""
 
@@ -66,7 +68,7 @@ class EngineConfig:
             raise ValueError(
                 f"system.num_threads: got {self.num_threads}, allowed an integer 0 to {MAX_THREADS}; set system.num_threads=0"
             )
-        for name in ("optimizer_overlap", "late_moments", "compile", "poison"):
+        for name in ("optimizer_overlap", "late_moments", "compile", "torch_adamw", "poison"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"system.{name}: got {getattr(self, name)!r}, allowed true or false; choose one of these")
         if self.offload_activations and self.checkpoint_interval != 1:

@@ -72,18 +72,18 @@ class Rates:
     """Bytes of device memory read and written."""
 
 
-def measure(device: torch.device, num_threads: int, *, pinned: bool = True) -> Rates:
+def measure(device: torch.device, num_threads: int, *, pinned: bool = True, use_native: bool = True) -> Rates:
     """Probe the rates of this machine; a second or two, 0.8 GiB of device and 1.1 GiB of host memory for that time.
 
-    pinned: whether the link is probed from pinned memory.
+    pinned: whether the link is probed from pinned memory. use_native: as AdamW's.
     """
     try:
-        return _probe(device, num_threads, pinned)
+        return _probe(device, num_threads, pinned, use_native)
     finally:
         torch.cuda.empty_cache()
 
 
-def _probe(device: torch.device, num_threads: int, pinned: bool) -> Rates:
+def _probe(device: torch.device, num_threads: int, pinned: bool, use_native: bool) -> Rates:
     a = torch.randn(PROBE_SIZE, PROBE_SIZE, dtype=torch.bfloat16, device=device)
     host = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=pinned)
     here, there = (torch.empty(PROBE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
@@ -98,7 +98,7 @@ def _probe(device: torch.device, num_threads: int, pinned: bool) -> Rates:
     weight, gradient = (torch.zeros(PROBE_NUMEL, dtype=torch.bfloat16) for _ in range(2))
     extra, moments = torch.zeros(PROBE_NUMEL, dtype=torch.int16), [torch.zeros(PROBE_NUMEL) for _ in range(2)]
     state = BlockState(weight=weight, extra=extra, exp_avg=moments[0], exp_avg_sq=moments[1])
-    optimizer = AdamW(Recipe(), num_threads=num_threads)
+    optimizer = AdamW(Recipe(), num_threads=num_threads, use_native=use_native)
 
     updates = [optimizer.step, optimizer.step_weights, optimizer.step_moments]
     taken = _in_turns([partial(update, state, gradient, step=0, scale=1.0) for update in updates], UPDATE_ROUNDS)

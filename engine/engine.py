@@ -146,8 +146,12 @@ class MegaTrain:
     @property
     def caveat(self) -> str | None:
         """What must be said beside a number of this configuration."""
-        rounded = self.dtype == torch.bfloat16 and self.config.master == "bf16"
-        return "bfloat16 weights are the master, as published: small updates are lost" if rounded else None
+        told = []
+        if self.dtype == torch.bfloat16 and self.config.master == "bf16":
+            told.append("bfloat16 weights are the master, as published: small updates are lost")
+        if self.config.torch_adamw:
+            told.append("AdamW through torch, several times slower than its own: not the engine's speed, not ranked")
+        return "; ".join(told) or None
 
     def dtypes(self) -> dict[str, str]:
         """Dtypes of what is kept."""
@@ -159,8 +163,10 @@ class MegaTrain:
     def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Allocate host and device memory and load `weights`: (name, tensor) pairs, every parameter once.
 
-        Raises ValueError where a name or a shape is not the model's, or a parameter is missing.
+        Raises ValueError where a name or a shape is not the model's, or a parameter is missing; KernelError, before it allocates,
+        where AdamW's kernel can be neither found nor built and `torch_adamw` does not ask for torch's.
         """
+        optimizer = AdamW(self.recipe, num_threads=self._planner.num_threads, use_native=not self.config.torch_adamw)
         self._store = HostStore(self._planner.host_spec(self.pipeline), device=self.device)
         places = {self._decoder.full_name(b, n): (b, n) for b, block in enumerate(self._decoder.blocks) for n in block}
         missing = set(places)
@@ -188,7 +194,7 @@ class MegaTrain:
             self.pipeline,
             self._decoder,
             self._store,
-            AdamW(self.recipe, num_threads=self._planner.num_threads),
+            optimizer,
             self._lanes,
             device=self.device,
             loss_chunk=self.config.loss_chunk,

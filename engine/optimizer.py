@@ -9,24 +9,16 @@ bits, the split master gives the same bits as an fp32 master, and `step` the sam
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import math
-import os
-import shutil
-import subprocess
-import tempfile
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import torch
 
+from engine.kernel import native
 from engine.recipe import Recipe
 
-SOURCE = Path(__file__).parent / "csrc" / "adamw.cpp"
-FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fPIC", "-shared")
 FALLBACK_CHUNK = 1 << 18
 """Elements a fallback pass handles at a time, so that its temporaries stay in cache."""
 
@@ -67,36 +59,11 @@ def clip_scale(norm: torch.Tensor, clip_norm: float) -> torch.Tensor:
     return torch.clamp(clip_norm / (norm + 1e-6), max=1.0) + 0.0 * norm
 
 
-def cache_directory() -> Path:
-    """Where compiled kernels are kept: $XDG_CACHE_HOME or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatrain-bench"
-
-
-@cache
-def native() -> ctypes.CDLL | None:
-    """The compiled kernel, built once per source and flags; None, with a warning, where there is no g++."""
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None:
-        warnings.warn("g++ not found: AdamW runs through torch, several times slower; install g++", stacklevel=2)
-        return None
-    key = hashlib.sha256(SOURCE.read_bytes() + " ".join((compiler, *FLAGS)).encode()).hexdigest()[:16]
-    library = cache_directory() / f"adamw-{key}-{os.uname().machine}.so"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-            built = Path(scratch) / library.name
-            done = subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(built)], capture_output=True, text=True, check=False)
-            if done.returncode:
-                warnings.warn(f"AdamW kernel did not compile, torch runs instead: {done.stderr.strip()[-200:]}", stacklevel=2)
-                return None
-            os.replace(built, library)
-    return ctypes.CDLL(str(library))
-
-
 class AdamW:
     """Applies one optimizer step to one block at a time."""
 
     def __init__(self, recipe: Recipe, *, num_threads: int, use_native: bool = True) -> None:
+        """use_native: false takes torch instead of the kernel, slower. Raises KernelError where there is no kernel."""
         self.recipe = recipe
         self.num_threads = max(1, num_threads)
         self._native = native() if use_native else None

@@ -59,7 +59,8 @@ class Planner:
     @cached_property
     def rates(self) -> Rates:
         """What the machine does in a second: as given, or probed once."""
-        return self.machine.rates or measure(self.device, self.num_threads, pinned=self.config.pinned != "none")
+        pinned, use_native = self.config.pinned != "none", not self.config.torch_adamw
+        return self.machine.rates or measure(self.device, self.num_threads, pinned=pinned, use_native=use_native)
 
     @cached_property
     def _device_memory(self) -> int:

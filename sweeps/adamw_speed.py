@@ -18,8 +18,8 @@ import torch
 
 from baselines.deepspeed_setup import import_deepspeed, require_deepspeed, sole_builder
 from baselines.system import Unsupported
-from engine import Recipe
-from engine.optimizer import AdamW, BlockState, native
+from engine import KernelError, Recipe, native
+from engine.optimizer import AdamW, BlockState
 from sweeps.host_memory import ROUNDS, Kernel, Speed, in_turns, streams
 
 BYTES_PER_PARAM = {
@@ -49,8 +49,10 @@ def engine_kernel(
     name: str, num_params: int, num_threads: int, weight: torch.dtype, extra: torch.dtype | None, update: str = "step"
 ) -> Kernel:
     """The engine's native AdamW, the method `update` of it. Raises Unsupported without it: the fallback is not what is measured."""
-    if native() is None:
-        raise Unsupported("no C++ compiler (g++), so the engine would run its slower torch fallback")
+    try:
+        native()
+    except KernelError as error:
+        raise Unsupported(str(error)) from error
     make = _untouched if update == "step_moments" else _filled
     state = BlockState(
         weight=make(num_params, weight, 0.02),

@@ -72,7 +72,7 @@ def survey(cells: Sequence[Cell], timeout_s: float = SURVEY_S) -> Survey:
 
 
 def look(cell: Cell, rates: dict[Any, Any], emit: Callable[..., None], *, predict: bool = True) -> None:
-    """Say what is known of one cell. rates: probed so far, by how host memory is held; `predict`=False leaves the engine on a
+    """Say what is known of one cell. rates: probed so far, by what they depend on; `predict`=False leaves the engine on a
     GPU, whose placement needs them, to its cell."""
     try:
         spec = cell.spec()
@@ -84,9 +84,9 @@ def look(cell: Cell, rates: dict[Any, Any], emit: Callable[..., None], *, predic
         elif predict and cell.dtype == "bfloat16":
             from baselines import megatrain
 
-            pinned = cell.options.get("pinned")
-            system = megatrain.build(spec, rates=rates.get(pinned))
-            rates[pinned] = system.rates
+            probed = cell.options.get("pinned"), cell.options.get("torch_adamw")
+            system = megatrain.build(spec, rates=rates.get(probed))
+            rates[probed] = system.rates
         else:
             return
         told, refusal = outlook(system, cell)

@@ -35,6 +35,8 @@ from sweeps.upload import offline_run
 RETRIED = ("error", "timeout", "oom_host", "unsupported", "wont_fit")
 """Statuses that another run may change: installing, freeing memory, raising a limit. The others stand, oom_device unless others
 had a part of the device."""
+PROBED = ("pinned", "num_threads", "omp_num_threads", "huge_pages", "numactl", "torch_adamw")
+"""Options of the engine that a probe of the machine's rates depends on."""
 REFUSED: dict[str, Outcome] = {}
 """By hash, the cells of this command that `check` found no room for."""
 
@@ -216,8 +218,8 @@ def known_rates(cell: Cell) -> dict[str, float] | None:
 
 
 def _probing(config: Mapping[str, Any]) -> list[Any]:
-    """The options that a probe depends on."""
-    return [config["system"].get(name) for name in ("pinned", "num_threads", "omp_num_threads", "huge_pages", "numactl")]
+    """The options that a probe depends on; a row of before one of them existed has none, which is false."""
+    return [config["system"].get(name) or None for name in PROBED]
 
 
 def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, Any]) -> Row:

@@ -1,0 +1,150 @@
+"""AdamW's compiled kernel: found in a cache that is this user's alone, or built there.
+
+Invariant: what is loaded was built from this source by this user and is whole. The folder and the file belong to the user,
+nobody else may write them, and the file ends with the digest of all that is before it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+import warnings
+from functools import cache
+from pathlib import Path
+
+SOURCE = Path(__file__).parent / "csrc" / "adamw.cpp"
+FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fPIC", "-shared")
+NAME = "megatrain-bench"
+"""Of the folder."""
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+class KernelError(RuntimeError):
+    """There is no kernel and none can be built; the message is one line that says why and what to do."""
+
+
+def cache_directory() -> Path:
+    """Where compiled kernels are kept, a folder of this user alone: in $XDG_CACHE_HOME or ~/.cache.
+
+    Where that cannot be had, it is in the temporary directory, and a warning says so. Raises ValueError, one line, where
+    that cannot be had either.
+    """
+    try:
+        wanted = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / NAME
+    except RuntimeError:  # a user without a home
+        wanted = Path(os.devnull) / NAME
+    if _is_private(wanted):
+        return wanted
+    found = Path(tempfile.gettempdir()) / f"{NAME}-{os.geteuid()}"
+    if not _is_private(found):
+        raise ValueError(
+            f"XDG_CACHE_HOME: got {wanted.parent} and then {found.parent}, allowed a folder that you can write "
+            f"and where {NAME} is yours alone; name one"
+        )
+    warnings.warn(f"{wanted} is not yours alone to write: kernels are kept in {found}", stacklevel=2)
+    return found
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether there is such a folder, made here if need be, that this user owns and nobody else can write or replace."""
+    try:
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        around, link, status = folder.parent.stat(), folder.lstat(), folder.stat()
+        if around.st_mode & stat.S_IWOTH and not around.st_mode & stat.S_ISVTX:
+            return False  # anybody could put another in its place
+        if {link.st_uid, status.st_uid} != {os.geteuid()}:
+            return False
+        if status.st_mode & OTHERS_WRITE:  # of an older version, under a generous umask
+            folder.chmod(0o700)
+        return not folder.stat().st_mode & OTHERS_WRITE and os.access(folder, os.W_OK | os.X_OK)
+    except OSError:
+        return False
+
+
+@cache
+def native() -> ctypes.CDLL:
+    """The compiled kernel, built once per source, compiler and flags. Raises KernelError."""
+    asked = os.environ.get("CXX", "g++")
+    compiler = shutil.which(asked)
+    if compiler is None:
+        raise _error(asked, "there is none")
+    key = hashlib.sha256(SOURCE.read_bytes() + " ".join((compiler, *FLAGS)).encode()).hexdigest()[:16]
+    library = cache_directory() / f"adamw-{key}-{os.uname().machine}.so"
+    try:
+        if not _is_whole(library):
+            _build(compiler, library)
+        return ctypes.CDLL(str(library))
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.strip().splitlines()
+        raise _error(asked, said[-1].strip()[:200] if said else f"exit {error.returncode}") from None
+    except OSError as error:
+        raise KernelError(
+            f"AdamW's kernel could not be kept or loaded ({error}); set XDG_CACHE_HOME to a folder of yours on a local disk"
+        ) from error
+
+
+def _error(compiler: str, why: str) -> KernelError:
+    return KernelError(
+        f"CXX: got {compiler or 'nothing'} ({why}), allowed a C++ compiler with OpenMP, which AdamW is built with; install g++, "
+        "or set system.torch_adamw=true (the same bits, several times slower)"
+    )
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether the file is this user's, written by nobody else, and ends with its digest."""
+    try:
+        descriptor = os.open(library, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    with os.fdopen(descriptor, "rb") as file:
+        status, content = os.fstat(descriptor), file.read()
+    mine = status.st_uid == os.geteuid() and not status.st_mode & OTHERS_WRITE
+    size = hashlib.sha256().digest_size
+    return mine and hashlib.sha256(content[:-size]).digest() == content[-size:]
+
+
+def _build(compiler: str, library: Path) -> None:
+    """Compile beside where the library is to lie and move it there whole, one process at a time.
+
+    What a killed builder left behind, its compiler's own files among it, is removed first. Raises CalledProcessError.
+    """
+    with _Lock(library.parent / "building"):
+        if _is_whole(library):  # by whoever had the lock before
+            return
+        for left_behind in library.parent.glob("tmp*"):
+            shutil.rmtree(left_behind, ignore_errors=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+            built, whole = Path(scratch, "built.so"), Path(scratch, "whole.so")
+            subprocess.run(
+                [compiler, *FLAGS, str(SOURCE), "-o", str(built)],
+                capture_output=True,
+                text=True,
+                check=True,
+                env={**os.environ, "TMPDIR": scratch},
+            )
+            content = built.read_bytes()
+            with open(os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(content + hashlib.sha256(content).digest())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(whole, library)
+
+
+class _Lock:
+    """A file's lock, which ends with its holder's process."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def __enter__(self) -> None:
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
