@@ -1,7 +1,8 @@
 """ZeroInfinity: DeepSpeed ZeRO-3 with the optimizer state on a disk, through DeepSpeed's asynchronous IO; weights in host memory.
 
-Invariant: nothing is written before the disk is known to have room, everything lies in one folder of this process, and that folder
-goes with it. Its speed is that of the disk, so every row says that there is one.
+Invariant: nothing is written or removed before the disk is known to have room; everything lies in one folder of this process,
+which goes with it, and of other folders only those of our dead processes go. Its speed is that of the disk, so every row says
+that there is one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from baselines import footprint
 from baselines.deepspeed_options import InfinityOptions, accumulation_dtype, sub_groups
 from baselines.deepspeed_setup import import_deepspeed
 from baselines.model import count_params
+from baselines.swap import SwapFolder, left_behind
 from baselines.system import SystemSpec, Unsupported
 from baselines.zero3 import Zero3
 from engine import Batch, Plan
@@ -27,7 +29,7 @@ from engine import Batch, Plan
 DISK_BYTES_PER_PARAM = 16
 """fp32 master, both moments, and gradients on their way to them."""
 PREFIX = "zero-infinity-"
-"""Folders are called after the process that made them, so that those of dead ones can be told."""
+"""How the folders' names begin (baselines/swap.py)."""
 ARCHITECTURE = re.compile(r"\d+\.\d+(\+PTX)?")
 """What DeepSpeed's builder (0.19.8, op_builder/builder.py) can read of TORCH_CUDA_ARCH_LIST: not torch's 9.0a, nor its names."""
 FULL_BYTES = 64 << 20
@@ -45,13 +47,13 @@ class ZeroInfinity(Zero3):
         assert isinstance(options, InfinityOptions)
         root = Path(options.nvme_path or "").expanduser()
         if options.nvme_path is None or not root.is_dir():
-            got = options.nvme_path or "nothing"
+            got = "nothing" if options.nvme_path is None else "what is no folder"
             raise Unsupported(
                 f"system.nvme_path: got {got}, allowed a folder on a local disk; make one and give machine.nvme_path=PATH"
             )
         self.caveat = "optimizer state on a disk, whose speed this is"
         self.root = root.resolve()
-        self.options = options.within(self.root / f"{PREFIX}{os.getpid()}")
+        self._folder: SwapFolder | None = None
 
     def plan(self) -> Plan:
         """Closed-form bytes of host and device; the disk has 16 a parameter beside them.
@@ -80,13 +82,19 @@ class ZeroInfinity(Zero3):
 
     def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """As ZeRO-3, but for the disk. Unsupported where DeepSpeed's IO cannot be built or the disk is too small."""
-        self._sweep()
-        needed, free = DISK_BYTES_PER_PARAM * count_params(self.spec.model).total, shutil.disk_usage(self.root).free
-        if needed > free:
-            raise Unsupported(
-                f"system.nvme_path: the disk of {self.root} has {free:,} bytes free and needs {needed:,}; free some or name another"
-            )
+        options, needed = self.options, DISK_BYTES_PER_PARAM * count_params(self.spec.model).total
+        assert isinstance(options, InfinityOptions)
         _require_async_io(import_deepspeed(self.spec.device), self.spec.device)
+        with left_behind(self.root, PREFIX) as folders:
+            free = shutil.disk_usage(self.root).free + sum(folder.num_bytes() for folder in folders)
+            if needed > free:
+                raise Unsupported(
+                    f"system.nvme_path: the disk has {free:,} bytes free and needs {needed:,}; free some or name another"
+                )
+            for folder in folders:
+                folder.remove()
+        self._folder = SwapFolder.new(self.root, PREFIX)
+        self.options = options.within(self._folder.path)
         with self._disk():
             super().setup(weights)
 
@@ -109,7 +117,7 @@ class ZeroInfinity(Zero3):
             free = shutil.disk_usage(self.root).free
             if free >= FULL_BYTES:
                 raise
-            raise OSError(f"system.nvme_path: the disk of {self.root} is full ({free:,} bytes free); free some") from error
+            raise OSError(f"system.nvme_path: the disk is full ({free:,} bytes free); free some") from error
 
     def _unsaved(self) -> str:
         return "what is on the disk"
@@ -117,14 +125,10 @@ class ZeroInfinity(Zero3):
     def close(self) -> None:
         """As ZeRO-3, and remove what was written; idempotent."""
         super().close()
-        self._sweep()
-
-    def _sweep(self) -> None:
-        """Remove the folders of this process and of dead ones."""
-        for folder in self.root.glob(f"{PREFIX}*"):
-            process = folder.name.removeprefix(PREFIX)
-            if process == str(os.getpid()) or not Path("/proc", process).exists():
-                shutil.rmtree(folder, ignore_errors=True)
+        if self._folder is not None:
+            self._folder.remove()
+            self._folder.release()
+            self._folder = None
 
 
 def _require_async_io(deepspeed: Any, device: torch.device) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +21,9 @@ from baselines.deepspeed_options import (
 )
 from baselines.footprint import parameter_sizes
 from baselines.model import initial_weights, num_params
+from baselines.swap import MARKER, SwapFolder, left_behind
 from baselines.system import ModelSpec, Shape, SystemSpec, Unsupported, build
+from baselines.zero3 import Zero3
 from engine import Recipe
 from tests.parity import test_baseline_parity as parity
 from tests.unit.test_baselines_model import TINY
@@ -236,19 +238,20 @@ def test_plan_of_the_published_code_is_what_was_measured_at_14b(checkout):
 
 
 def test_zero_infinity_wants_a_folder_with_room(tmp_path, monkeypatch):
-    for path, got in ((None, "nothing"), (str(tmp_path / "no"), ".*no")):
+    for path, got in ((None, "nothing"), (str(tmp_path / "no"), "what is no folder")):
         with pytest.raises(Unsupported, match=rf"^system\.nvme_path: got {got}, allowed a folder on a local disk; [^\n]*=PATH$"):
             build("zero_infinity", make_spec(nvme_path=path))
     with pytest.raises(ValueError, match=r"^system\.buffer_count: got 8, allowed an integer >= 12 where [^\n]*; raise it or set"):
         build("zero_infinity", make_spec(buffer_count=8))
     system = build("zero_infinity", make_spec(QWEN_14B, nvme_path=str(tmp_path)))
+    monkeypatch.setattr(zero_infinity, "_require_async_io", lambda *_: None)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**9))
     needed = 16 * num_params(make_spec(QWEN_14B).model)
     with pytest.raises(Unsupported, match=rf"has 1,000,000,000 bytes free and needs {needed:,}; free some or name another$"):
         system.setup([])
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with (
-        pytest.raises(OSError, match=r"^system\.nvme_path: the disk of .* is full \(1,000 bytes free\); free some$"),
+        pytest.raises(OSError, match=r"^system\.nvme_path: the disk is full \(1,000 bytes free\); free some$"),
         system._disk(),
     ):
         raise RuntimeError("aio wrote nothing")
@@ -266,13 +269,104 @@ def test_architectures_that_deepspeed_cannot_read_are_one_line(asked, monkeypatc
         zero_infinity._require_async_io(SimpleNamespace(ops=SimpleNamespace(op_builder=builder)), torch.device("cuda"))
 
 
-def test_zero_infinity_removes_what_dead_processes_left(tmp_path):
-    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True)
-    for process in (dead.stdout.strip(), "1", str(os.getpid())):
-        (tmp_path / f"zero-infinity-{process}" / "zero_stage_3").mkdir(parents=True)
-    (tmp_path / "mine").mkdir()
-    build("zero_infinity", make_spec(nvme_path=str(tmp_path))).close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "zero-infinity-1"]
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def swapping(root: Path) -> SwapFolder:
+    """A folder of ours with something in it, held by this process."""
+    folder = SwapFolder.new(root, zero_infinity.PREFIX)
+    (folder.path / "zero_stage_3").mkdir()
+    (folder.path / "zero_stage_3" / "moments").write_bytes(b"1" * 100_000)
+    return folder
+
+
+@pytest.fixture
+def shared_disk(tmp_path) -> Path:
+    """With things of others, whose names begin as ours do, and with what a process of ours left that was killed."""
+    for name in ("zero-infinity-mydata", "zero-infinity-1", "zero-infinity-4194303"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis").write_text("mine")
+    (tmp_path / "zero-infinity-file").write_text("mine")
+    (tmp_path / "zero-infinity-link").symlink_to(tmp_path / "zero-infinity-mydata")
+    (tmp_path / "zero-infinity-1" / f"like-{MARKER}").write_text("mine")
+    return tmp_path
+
+
+def test_only_what_a_dead_process_of_ours_left_may_go(shared_disk):
+    """The living one is told by its lock alone: of what its process is called nobody asks."""
+    theirs = files(shared_disk)
+    child = multiprocessing.get_context("fork").Process(target=swapping, args=(shared_disk,))
+    child.start()
+    child.join()
+    alive = swapping(shared_disk)
+    with left_behind(shared_disk, zero_infinity.PREFIX) as found:
+        (dead,) = found
+        assert dead.path != alive.path
+        assert dead.num_bytes() >= 100_000
+        with left_behind(shared_disk, zero_infinity.PREFIX) as again:
+            assert again == [], "two that start together do not share what they remove"
+        dead.remove()
+        assert not dead.path.exists()
+    assert {name for name in files(shared_disk) if alive.path.name not in name} == set(theirs)
+    alive.remove()
+    alive.release()
+    assert files(shared_disk) == theirs
+
+
+def test_a_marker_of_another_user_or_a_link_to_one_of_ours_makes_no_folder_ours(shared_disk):
+    ours = swapping(shared_disk)
+    ours.release()
+    (shared_disk / "zero-infinity-1" / MARKER).symlink_to(ours.path / MARKER)
+    (shared_disk / "zero-infinity-to-ours").symlink_to(ours.path)
+    assert SwapFolder.taken(shared_disk / "zero-infinity-1") is None
+    assert SwapFolder.taken(shared_disk / "zero-infinity-to-ours") is None
+    if os.geteuid() == 0:
+        os.chown(ours.path / MARKER, 65534, 65534)
+        assert SwapFolder.taken(ours.path) is None
+
+
+def test_a_removal_that_was_cut_short_can_be_taken_up_again(shared_disk, monkeypatch):
+    folder = swapping(shared_disk)
+    (folder.path / "another").write_text("1")
+    monkeypatch.setattr("baselines.swap.shutil.rmtree", lambda path, **_: None)
+    folder.remove()
+    folder.release()
+    monkeypatch.undo()
+    assert SwapFolder.taken(folder.path) is not None
+
+
+def test_zero_infinity_touches_nothing_where_it_does_not_run(shared_disk, monkeypatch):
+    swapping(shared_disk).release()
+    before = files(shared_disk)
+    for reason, free in (("libaio", 10**15), ("bytes free", 10**6)):
+        system = build("zero_infinity", make_spec(QWEN_14B, device="cpu", nvme_path=str(shared_disk)))
+        if reason == "bytes free":
+            monkeypatch.setattr(zero_infinity, "_require_async_io", lambda *_: None)
+        else:
+            monkeypatch.setattr("deepspeed.ops.op_builder.AsyncIOBuilder.is_compatible", lambda *_, **__: False)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        with pytest.raises(Unsupported, match=reason):
+            system.setup([])
+        system.close()
+        assert files(shared_disk) == before
+
+
+def test_zero_infinity_makes_room_and_takes_its_own_folder_with_it(shared_disk, monkeypatch):
+    """What the dead one's folder has counts as free; setting up stops where the GPU would be needed."""
+    theirs = files(shared_disk)
+    swapping(shared_disk).release()
+    system = build("zero_infinity", make_spec(device="cpu", nvme_path=str(shared_disk)))
+    needed = 16 * num_params(system.spec.model)
+    monkeypatch.setattr(zero_infinity, "_require_async_io", lambda *_: None)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=max(0, needed - 100_000)))
+    seen = []
+    monkeypatch.setattr(Zero3, "setup", lambda self, weights: seen.append(self.options.nvme_path))
+    system.setup([])
+    assert [name for name in files(shared_disk) if name not in theirs] == [f"{Path(seen[0]).name}/{MARKER}"]
+    system.close()
+    system.close()
+    assert files(shared_disk) == theirs
 
 
 def test_zero_infinity_is_taken_by_deepspeed_and_its_plan_has_the_first_moments_alone(tmp_path):
@@ -283,7 +377,7 @@ def test_zero_infinity_is_taken_by_deepspeed_and_its_plan_has_the_first_moments_
     system = build("zero_infinity", spec)
     config = deepspeed_config(spec, system.options)
     offload = DeepSpeedZeroConfig(**config["zero_optimization"]).offload_optimizer
-    assert (offload.device, offload.nvme_path, offload.buffer_count) == ("nvme", tmp_path / f"zero-infinity-{os.getpid()}", 12)
+    assert (offload.device, offload.nvme_path, offload.buffer_count) == ("nvme", tmp_path, 12)
     assert offload.pipeline_read
     assert offload.pipeline_write
     assert {"use_gds": False, **config["aio"]} == get_aio_config(config)
