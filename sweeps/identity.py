@@ -43,10 +43,13 @@ def effective(system: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def published(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config as its row has it: of where things lie on this machine, the output folder's own name alone."""
+    """The config as its row has it: of where things lie on this machine, a folder's own name alone."""
     kept = {name: value for name, value in config.items() if name != "time_limit_s"}
     kept["output_dir"] = Path(config["output_dir"]).name
-    return {**kept, "machine": {name: value for name, value in config["machine"].items() if name not in PATHS}}
+    kept["machine"] = {name: value for name, value in config["machine"].items() if name not in PATHS}
+    own = {name: Path(value).name for name, value in config["system"].items() if name in PATHS and isinstance(value, str)}
+    kept["system"] = {**config["system"], **own}
+    return kept
 
 
 def digest(value: Any) -> str:

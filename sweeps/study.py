@@ -28,6 +28,7 @@ from sweeps.data import batches, corpus_of
 from sweeps.identity import published
 from sweeps.isolate import Event, Outcome, run_isolated
 from sweeps.memory import device_sampler
+from sweeps.places import named
 from sweeps.result import BENCH_VERSION, Row, compared, host_split, read_rows
 from sweeps.sinks import ConsoleSink, JsonlSink, Sink, wandb_sink
 from sweeps.upload import offline_run
@@ -244,7 +245,7 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
         seq_len=cell.shape.seq_len,
         num_micro_batches=cell.shape.num_micro_batches,
         status=outcome.status,
-        reason="; ".join(filter(None, (_stopped(cell, len(windows), measured), outcome.reason))),
+        reason=named("; ".join(filter(None, (_stopped(cell, len(windows), measured), outcome.reason))), cell),
         preset=cell.options.get("preset"),
         num_params=plan.get("num_params"),
         tokens_per_s=tokens_per_s,
@@ -257,7 +258,7 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
         losses=[loss for event in read for loss in event["losses"]],
         heldout_loss=outcome.last("heldout").get("loss") if measured else None,
         dtypes=dict(plan.get("dtypes", {})),
-        caveat=plan.get("caveat"),
+        caveat=named(plan["caveat"], cell) if plan.get("caveat") else None,
         peak_device_bytes=memory["allocated"],
         device_bytes={kind: value for kind, value in memory.items() if value is not None},
         crowd_device_bytes=outcome.crowd_device_bytes,
