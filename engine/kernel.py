@@ -1,7 +1,8 @@
 """AdamW's compiled kernel: found in a cache that is this user's alone, or built there.
 
-Invariant: what is loaded was built from this source by this user and is whole. The folder and the file belong to the user,
-nobody else may write them, and the file ends with the digest of all that is before it.
+Invariant: what is loaded was built from this source by this user and is whole. The folder and the
+file belong to the user, nobody else may write them, and the file ends with the digest of all that
+is before it.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class KernelError(RuntimeError):
-    """There is no kernel and none can be built; the message is one line that says why and what to do."""
+    """There is no kernel and none can be built; the message says why and what to do, in one line."""
 
 
 def cache_directory() -> Path:
     """Where compiled kernels are kept, a folder of this user alone: in $XDG_CACHE_HOME or ~/.cache.
 
-    Where that cannot be had, it is in the temporary directory, and a warning says so. Raises ValueError, one line, where
-    that cannot be had either.
+    Where that cannot be had, it is in the temporary directory, and a warning says so. Raises
+    ValueError, one line, where that cannot be had either.
     """
     try:
         wanted = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / NAME
@@ -47,12 +48,18 @@ def cache_directory() -> Path:
             f"XDG_CACHE_HOME: got {wanted.parent} and then {found.parent}, allowed a folder that you can write "
             f"and where {NAME} is yours alone; name one"
         )
-    warnings.warn(f"{wanted} is not yours alone to write: kernels are kept in {found}", stacklevel=2)
+    _tell(wanted, found)
     return found
 
 
+@cache
+def _tell(wanted: Path, found: Path) -> None:
+    """Once a process."""
+    warnings.warn(f"{wanted} is not yours alone to write: kernels are kept in {found}", stacklevel=3)
+
+
 def _is_private(folder: Path) -> bool:
-    """Whether there is such a folder, made here if need be, that this user owns and nobody else can write or replace."""
+    """Whether this user owns the folder, made here if need be, and no other can write or replace it."""
     try:
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -113,7 +120,8 @@ def _is_whole(library: Path) -> bool:
 def _build(compiler: str, library: Path) -> None:
     """Compile beside where the library is to lie and move it there whole, one process at a time.
 
-    What a killed builder left behind, its compiler's own files among it, is removed first. Raises CalledProcessError.
+    What a killed builder left behind, its compiler's own files among it, is removed first. Raises
+    CalledProcessError.
     """
     with _Lock(library.parent / "building"):
         if _is_whole(library):  # by whoever had the lock before

@@ -1,6 +1,7 @@
 """What a row says of places: names, in place of one machine's paths.
 
-Invariant: no folder of a user or a machine reaches a row. What lies in the output folder is told relative to it.
+Invariant: no folder of a user or a machine reaches a row. What lies in the output folder is told
+relative to it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ ABSOLUTE = re.compile(rf"(?<![\w.:/~$-])/(?:{_PART}/)+(?:{_PART})?")
 
 
 def named(text: str, cell: Cell) -> str:
-    """`text` with every path by what it is called: ~, $TMPDIR, machine.nvme_path, logs/NAME.log; of others the last part."""
+    """`text` with every path by what it is called: ~, $TMPDIR, machine.nvme_path, logs/NAME.log.
+
+    Of a path that has no such name the last part is left.
+    """
     text = text.replace("file://", "")
     text = re.sub(rf"(?<![\w./~-]){re.escape(str(cell.output_dir))}/logs/", "logs/", text)
     for place, name in sorted(_places(cell), key=lambda item: -len(item[0])):
@@ -55,7 +59,7 @@ def _places(cell: Cell) -> Iterator[tuple[str, str]]:
 
 
 def _spellings(given: str | Path) -> set[str]:
-    """How messages write the path: as given, made absolute, resolved; with its spaces joined, or escaped."""
+    """How messages write the path: as given, absolute, resolved; its spaces joined, or escaped."""
     path = Path(given).expanduser()
     known = {str(one) for one in (given, path, path.absolute(), path.resolve())}
     known |= {" ".join(one.split()) for one in known} | {repr(one)[1:-1] for one in known}

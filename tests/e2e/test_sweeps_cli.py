@@ -257,6 +257,15 @@ def test_a_model_that_does_not_fit_is_a_row(tmp_path: Path) -> None:
     assert row.reason in done.stderr
 
 
+def test_without_a_compiler_or_a_home_the_engine_is_unsupported(tmp_path: Path) -> None:
+    nowhere = {"CXX": "no-such-compiler", "HOME": os.devnull, "XDG_CACHE_HOME": "", "TMPDIR": str(tmp_path)}
+    done = sweep(tmp_path, "system=megatrain", *SMALL, "logging=none", **nowhere)
+    (row,) = read_rows(tmp_path / "rows.jsonl")
+    assert (done.returncode, row.status) == (1, "unsupported"), done
+    assert row.reason.startswith("CXX: got no-such-compiler (there is none), allowed a C++ compiler")
+    assert "\n" not in row.reason
+
+
 def test_what_has_no_room_in_a_sweep_is_a_row_without_a_process(tmp_path: Path) -> None:
     systems = ["--multirun", "system=in_memory,fsdp2,megatrain", "model=qwen2.5-32b", "machine.host_bytes=1000000"]
     done = sweep(tmp_path, *systems, "logging=none")

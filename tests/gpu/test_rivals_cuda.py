@@ -4,6 +4,7 @@ python -m pytest tests/gpu/test_rivals_cuda.py -m gpu
 The published code is tried where MEGATRAIN_CHECKOUT names a clone of it, ZeRO-Infinity in pytest's temporary folder.
 """
 
+import ipaddress
 import multiprocessing
 import os
 
@@ -13,6 +14,7 @@ import torch
 from baselines.model import initial_weights
 from baselines.system import ModelSpec, Shape, SystemSpec, Unsupported, build
 from engine import Batch, NonFiniteLossError, Recipe
+from tests.parity.test_baseline_parity import listening
 
 pytestmark = [
     pytest.mark.gpu,
@@ -166,5 +168,19 @@ def test_a_loss_that_is_not_finite_is_told(name):
             NonFiniteLossError, match="updates were made" if name == "superoffload" else "no optimizer step was taken"
         ):
             system.train_step(make_batch())
+    finally:
+        system.close()
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "zero3"])
+def test_no_other_machine_can_connect_while_a_rival_runs(name):
+    """NCCL listens on an interface of its own choice unless it is told one."""
+    spec = make_spec()
+    system = build(name, spec)
+    try:
+        system.setup(initial_weights(spec.model, 0, spec.dtype, spec.device))
+        system.train_step(make_batch())
+        system.drain()
+        assert all(ipaddress.ip_address(address).is_loopback for address in listening())
     finally:
         system.close()

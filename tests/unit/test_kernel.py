@@ -47,6 +47,7 @@ def _quick():
 @pytest.fixture(autouse=True)
 def _nothing_remembered():
     native.cache_clear()
+    kernel._tell.cache_clear()
     yield
     native.cache_clear()
 
@@ -188,7 +189,7 @@ def test_without_a_home_it_is_kept_in_a_private_temporary_folder(home, cache, tm
     found = elsewhere()
     assert found == tmp_path / "tmp" / f"{kernel.NAME}-{os.geteuid()}"
     assert mode(found) == 0o700
-    assert elsewhere() == found, "the next cell finds what this one built"
+    assert cache_directory() == found, "the next cell finds what this one built"
 
 
 def test_deepspeed_builds_there_too(cache, tmp_path, monkeypatch):
