@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from baselines.common import CommonOptions
 from baselines.model import decoder_layers
+from baselines.system import Unsupported
 from engine import IGNORE_INDEX, KEEP_BUDGET
 
 
@@ -51,23 +52,51 @@ class _GivenHidden(nn.Module):
         return _DecoderOutput(inputs_embeds)
 
 
+def _decoder_path(model: nn.Module) -> str:
+    """Name of the module that runs from the tokens to the hidden states that the head is given.
+
+    The base model, or the decoder in it where that is half of an encoder and decoder, as of OPT and Whisper.
+    """
+    layers = decoder_layers(model)
+    path = next(path for path, module in model.named_modules() if module is layers)
+    prefix = model.base_model_prefix
+    base = prefix if prefix in dict(model.named_children()) else path.partition(".")[0]
+    return f"{base}.decoder" if path.startswith(f"{base}.decoder.") else base
+
+
+def _without_hooks(module: nn.Module) -> nn.Module:
+    """A shallow copy whose submodules are the very same; the hooks are for the module's own call."""
+    bare = copy.copy(module)
+    for attribute, value in vars(nn.Module()).items():
+        if "_hooks" in attribute:
+            bare.__dict__[attribute] = copy.copy(value)
+    bare.__dict__["_modules"] = dict(module._modules)
+    return bare
+
+
 def _tail_of(model: nn.Module) -> nn.Module:
     """The causal LM without its decoder: the library's code from the last hidden state to the logits.
 
-    A shallow copy, so the head stays the very module that DeepSpeed or FSDP put its hooks on. The copy's own hooks
-    are taken off: they are for the whole model's forward.
+    The head stays the very module that DeepSpeed or FSDP put its hooks on.
     """
-    tail = copy.copy(model)
-    for attribute, value in vars(nn.Module()).items():
-        if "_hooks" in attribute:
-            tail.__dict__[attribute] = copy.copy(value)
-    tail.__dict__["_modules"] = dict(model._modules)
-    tail._modules[model.base_model_prefix] = _GivenHidden()
+    tail = owner = _without_hooks(model)
+    *above, name = _decoder_path(model).split(".")
+    for step in above:
+        inner = _without_hooks(owner.get_submodule(step))
+        owner._modules[step] = inner
+        owner = inner
+    owner._modules[name] = _GivenHidden()
     return tail
 
 
 def _checkpoint_layers(model: nn.Module, kept: Sequence[nn.Module]) -> None:
     """Recompute each decoder layer but those `kept` in the backward. transformers renamed the method after 5.17."""
+    if not getattr(model, "supports_gradient_checkpointing", True):
+        if not all(hasattr(layer, "gradient_checkpointing") for layer in decoder_layers(model)):
+            raise Unsupported(
+                f"transformers cannot recompute the layers of {type(model).__name__}; set system.activation_checkpointing=false"
+            )
+        model.supports_gradient_checkpointing = True  # JetMoe's layers can, whatever their model says
     enable: Any = getattr(model, "activation_checkpointing_enable", None)
     if enable is None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -127,6 +156,7 @@ class CausalLMLoss(nn.Module):
         self.loss_chunk = loss_chunk
         # Not a submodule: its parameters are the model's own.
         self.__dict__["_tail"] = _tail_of(model)
+        self.__dict__["_decoder"] = model.get_submodule(_decoder_path(model))
         self._summed: Callable[..., torch.Tensor] = _summed_cross_entropy
         if compile:
             self._summed = torch.compile(_summed_cross_entropy, dynamic=False, fullgraph=True)
@@ -142,7 +172,7 @@ class CausalLMLoss(nn.Module):
         tokens, labels and attention_mask are int64 [batch, seq_len]; labels are already shifted, -100 is ignored.
         num_tokens counts the label tokens of the whole optimizer step, so micro-batches add up.
         """
-        decoder = getattr(self.model, self.model.base_model_prefix)
+        decoder = self.__dict__["_decoder"]
         hidden = decoder(input_ids=tokens, attention_mask=attention_mask, use_cache=False).last_hidden_state
         rows, targets = hidden.flatten(0, 1), labels.flatten()
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
