@@ -22,12 +22,14 @@ SMALL = 1 << 12
 
 @dataclass(frozen=True, kw_only=True)
 class _Moved:
-    """Which of the moved pieces a saved tensor is, and how it looked."""
+    """Which of the moved pieces a saved tensor lies in, and how it looked."""
 
     index: int
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
+    offset: int
+    """Elements from the piece's start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,30 +70,41 @@ class Offloaded:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        storage = tensor.untyped_storage().data_ptr()
-        if storage == self.home.untyped_storage().data_ptr():
-            return _Weight(offset=int(tensor.storage_offset()), size=tensor.shape, stride=tensor.stride())
-        if storage in self.shared or tensor.nbytes <= SMALL:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() == self.home.untyped_storage().data_ptr():
+            offset = int(tensor.storage_offset())
+            return _Weight(offset=offset, size=tensor.shape, stride=tensor.stride())
+        if storage.data_ptr() in self.shared or tensor.nbytes <= SMALL:
             return tensor
-        flat = _flat(tensor)
-        stride = tensor.stride() if flat is not None else torch.empty(tensor.shape, device="meta").stride()
-        flat = tensor.contiguous().view(-1) if flat is None else flat
+        flat = _whole(tensor)
+        if (flat.data_ptr(), flat.nbytes) not in self._seen and _is_dense(tensor):
+            flat = tensor.as_strided((tensor.numel(),), (1,))
+        index = self._moved(flat)
+        if index is None:
+            return tensor
+        offset = int(tensor.storage_offset() - flat.storage_offset())
+        return _Moved(index=index, dtype=tensor.dtype, size=tensor.shape, stride=tensor.stride(), offset=offset)
+
+    def _moved(self, flat: torch.Tensor) -> int | None:
+        """Number of the piece that `flat`, 1-D and contiguous, is; None where it has no room."""
         key = (flat.data_ptr(), flat.nbytes)
         if key not in self._seen:
             if self.num_bytes + flat.nbytes > self.capacity:
-                return tensor
+                return None
             self._seen[key] = len(self._pieces)
             self._pieces.append(flat.view(torch.uint8))
             self._versions.append(self._pieces[-1]._version)
             self._places.append(slice(self.num_bytes, self.num_bytes + flat.nbytes))
             self.num_bytes += -(-flat.nbytes // ALIGNMENT) * ALIGNMENT
-        return _Moved(index=self._seen[key], dtype=tensor.dtype, size=tensor.shape, stride=stride)
+        return self._seen[key]
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, _Weight):
             return self.home.as_strided(packed.size, packed.stride, packed.offset)
         if isinstance(packed, _Moved):
-            return self._pieces[packed.index].view(packed.dtype).as_strided(packed.size, packed.stride)
+            piece = self._pieces[packed.index].view(packed.dtype)
+            start = piece.storage_offset() + packed.offset
+            return piece.as_strided(packed.size, packed.stride, start)
         saved: torch.Tensor = packed
         return saved
 
@@ -111,15 +124,24 @@ class Offloaded:
         self._pieces = [torch.empty(size, dtype=torch.uint8, device=self.home.device) for size in sizes]
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The elements in memory order, 1-D, where they fill one stretch of memory; else None."""
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements, in some order of the dimensions, fill one stretch of memory."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
             if stride != expected:
-                return None
+                return False
             expected *= size
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return True
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory that `tensor` is a part of, 1-D, in its dtype.
+
+    It moves as one piece for all parts that have gaps, such as queries, keys and values of one
+    product: with other strides kernels would round otherwise, and compiled ones would refuse them.
+    """
+    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
 
 
 def storages(values: Sequence[torch.Tensor]) -> set[int]:
