@@ -140,7 +140,7 @@ class Fsdp2:
     def _update(self) -> None:
         recipe, started = self.spec.recipe, time.perf_counter()
         if recipe.clip_norm > 0:
-            gradients = [_local(param.grad) for _, param in self._named]
+            gradients = [_local(param.grad) for _, param in self._named if param.grad is not None]
             norm = norm_of(gradients)
             raise_unless_finite(norm, "the gradient norm", self._step)
             scale = recipe.clip_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_

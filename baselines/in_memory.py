@@ -67,27 +67,30 @@ class InMemory:
         self._names, self._params = [name for name, _ in named], [param for _, param in named]
         self._masters = self._params
         if spec.dtype != torch.float32:
-            self._masters = [param.detach().float().requires_grad_() for param in self._params]
+            self._masters = [p.detach().float().requires_grad_(p.requires_grad) for p in self._params]
             for param, master in zip(self._params, self._masters, strict=True):
-                master.grad = torch.zeros_like(master)
-                param.register_post_accumulate_grad_hook(self._accumulate_into(master.grad))
+                if param.requires_grad:
+                    hook = self._accumulate_into(master, torch.zeros_like(master))
+                    param.register_post_accumulate_grad_hook(hook)
         recipe = spec.recipe
         self._optimizer = torch.optim.AdamW(
-            self._masters,
+            [master for master in self._masters if master.requires_grad],
             **adamw_settings(recipe),
             fused=True,
         )
         self._flag = FiniteFlag(spec.device)
         self._step = 0
-        self._first_micro_batch = True
 
-    def _accumulate_into(self, total: torch.Tensor) -> Callable[[torch.Tensor], None]:
-        """A hook that adds a bf16 gradient to its fp32 total and frees it at once, so they are never all alive."""
+    def _accumulate_into(self, master: torch.Tensor, total: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        """A hook that adds a bf16 gradient to its fp32 total and frees it at once, so they are never all alive.
+
+        The total is the master's gradient in the steps in which one comes: AdamW skips a parameter without.
+        """
 
         def hook(param: torch.Tensor) -> None:
             assert param.grad is not None
-            if self._first_micro_batch:
-                total.copy_(param.grad)
+            if master.grad is None:
+                master.grad = total.copy_(param.grad)
             else:
                 total.add_(param.grad)
             param.grad = None
@@ -99,10 +102,8 @@ class InMemory:
         assert self.loss is not None, "setup comes first"
         total = torch.zeros((), dtype=torch.float32, device=self.spec.device)
         num_tokens = batch.num_tokens
-        if self._masters is self._params:
-            self._optimizer.zero_grad()
-        for index, (tokens, labels, mask) in enumerate(micro_batches(batch, self.spec.device)):
-            self._first_micro_batch = index == 0
+        self._optimizer.zero_grad()
+        for tokens, labels, mask in micro_batches(batch, self.spec.device):
             loss = self.loss(tokens, labels, mask, num_tokens)
             loss.backward()
             total += loss.detach()

@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import difflib
+import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from baselines.system import ModelSpec, Unsupported
 
@@ -26,7 +28,7 @@ LEGACY_ROPE = ("rope_theta", "rope_scaling")
 
 
 def config_of(spec: ModelSpec) -> Any:
-    """The transformers configuration: no KV cache, every dropout rate 0. ValueError for what the user mistyped."""
+    """The transformers configuration: no KV cache, every dropout and jitter 0. ValueError for what the user mistyped."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LM
 
@@ -55,7 +57,8 @@ def config_of(spec: ModelSpec) -> Any:
         ) from None
     config.use_cache = False
     for key, value in config.to_dict().items():
-        if ("dropout" in key or "layerdrop" in key or key.endswith("_pdrop")) and isinstance(value, (int, float)):
+        random = any(word in key for word in ("dropout", "layerdrop", "jitter")) or key.endswith("_pdrop")
+        if random and isinstance(value, (int, float)):
             setattr(config, key, 0.0)
     return config
 
@@ -123,6 +126,49 @@ def build_skeleton(spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
             ) from None
     model.train()
     return model  # type: ignore[no-any-return]
+
+
+class _RandomOps(TorchDispatchMode):
+    """Collects the names of operators that draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.found.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def refuse_random(spec: ModelSpec) -> None:
+    """ValueError where the model draws random numbers though every dropout and jitter is 0, as PhiMoE does.
+
+    No two systems draw them in the same order. Runs the skeleton on the meta device, which has no numbers:
+    a forward that looks at some ends there, and what it would have drawn later is not found.
+    """
+    drawn = _random_ops(_Asked(repr((spec.model_type, spec.config, spec.attn_implementation)), spec))
+    if drawn:
+        raise ValueError(
+            f"model.model_type: got {spec.model_type!r}, whose forward draws random numbers ({drawn}), allowed are "
+            "types that draw none with dropout and jitter at 0; choose another model_type"
+        )
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A model that is looked at once in a process, whatever it is called."""
+
+    key: str
+    spec: ModelSpec = field(compare=False)
+
+
+@functools.lru_cache
+def _random_ops(asked: _Asked) -> str:
+    model = build_skeleton(asked.spec, torch.bfloat16).to("meta")
+    with _RandomOps() as ops, torch.no_grad(), contextlib.suppress(Exception):
+        model(input_ids=torch.zeros(1, 8, dtype=torch.int64, device="meta"), use_cache=False)
+    return ", ".join(sorted(ops.found))
 
 
 def skip_packed_sequence_check() -> None:
@@ -242,7 +288,7 @@ def materialise(
             raise ValueError(
                 f"weights: got {name} of shape {tuple(value.shape)}, allowed the parameters of {spec.name}; rebuild them"
             )
-        loaded = nn.Parameter(value.detach().to(device=device, dtype=dtype, copy=True))
+        loaded = nn.Parameter(value.detach().to(device=device, dtype=dtype, copy=True), param.requires_grad)
         for module, attribute in owners[param]:
             setattr(module, attribute, loaded)
     if missing:

@@ -143,10 +143,12 @@ def build(name: str, spec: SystemSpec) -> TrainingSystem:
     ValueError for an unknown system and for options that are not allowed, Unsupported where it cannot run.
     """
     from baselines.footprint import choose_kept_layers  # which imports this module
+    from baselines.model import refuse_random
 
     if name not in REGISTRY:
         raise ValueError(f"system: got {name!r}, allowed {', '.join(REGISTRY)}; choose one of these")
     module, attribute = REGISTRY[name].split(":")
     system: TrainingSystem = getattr(importlib.import_module(module), attribute)(spec)
+    refuse_random(spec.model)
     choose_kept_layers(system)
     return system

@@ -186,7 +186,7 @@ class Zero3:
         """What `deepspeed.initialize` gets to optimize with; builds the CPU operator."""
         recipe = self.spec.recipe
         optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(
-            [param for _, param in self._named],
+            [param for _, param in self._named if param.requires_grad],
             **adamw_settings(recipe),
             adamw_mode=True,
         )
@@ -241,10 +241,15 @@ class Zero3:
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, fp32 master on the host), one at a time."""
+        from deepspeed.runtime.zero import GatheredParameters
         from deepspeed.utils import safe_get_full_fp32_param
 
         for name, param in self._named:
-            yield name, safe_get_full_fp32_param(param).detach().to("cpu", copy=True).view(getattr(param, "ds_shape", param.shape))
+            master = safe_get_full_fp32_param(param)
+            if master is None:  # frozen: it has none
+                with GatheredParameters(param):
+                    master = param.detach().float().clone()
+            yield name, master.detach().to("cpu", copy=True).view(getattr(param, "ds_shape", param.shape))
 
     def _unsaved(self) -> str | None:
         """What DeepSpeed's checkpoint would lack."""

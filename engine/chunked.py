@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call, vjp
+from torch.func import functional_call
 
-Grads = tuple[torch.Tensor, list[torch.Tensor | None]]
+from engine.compiled import Grads, JointPull, Weights
+from engine.slots import gradients
 
 
 class ChunkedMLP:
@@ -39,7 +40,12 @@ class ChunkedMLP:
     def compile(self) -> None:
         """Compile a chunk's forward, and its recomputation with its backward."""
         self.run = torch.compile(self._run, dynamic=False)
-        self.pull = torch.compile(self._compiled_pull, dynamic=False)
+        joint = JointPull(lambda weights, piece, *_: self._run(weights, piece), type(self.module).__name__)
+
+        def pull(weights: Weights, piece: torch.Tensor, grad_output: torch.Tensor) -> Grads:
+            return joint(weights, piece, (), {}, grad_output) or self._pull(weights, piece, grad_output)
+
+        self.pull = pull
 
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The module's output. hidden: [..., hidden]."""
@@ -52,26 +58,27 @@ class ChunkedMLP:
         row = values.detach().view(1, -1, values.shape[-1])
         return [row[:, start : start + self._chunk] for start in range(0, row.shape[1], self._chunk)]
 
-    def _run(self, weights: Sequence[torch.Tensor], piece: torch.Tensor) -> torch.Tensor:
-        output = functional_call(self.module, dict(zip(self._names, weights, strict=True)), (piece,), tie_weights=False)
+    def named(self, weights: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The MLP's parameters, given in its order, as leaves of their own."""
+        values = [weight.detach().requires_grad_(weight.requires_grad) for weight in weights]
+        return dict(zip(self._names, values, strict=True))
+
+    def _run(self, weights: Weights, piece: torch.Tensor) -> torch.Tensor:
+        output = functional_call(self.module, dict(weights), (piece,), tie_weights=False)
         if not isinstance(output, torch.Tensor):
             raise _refusal(self._chunk, self.module, f"returns {type(output).__name__}")
         if output.dtype != piece.dtype:
             raise _refusal(self._chunk, self.module, f"returns {output.dtype} for {piece.dtype}")
         return output
 
-    def _pull(self, weights: Sequence[torch.Tensor], piece: torch.Tensor, grad_output: torch.Tensor) -> Grads:
-        """Gradients of one chunk and of the weights, each None where nothing depends on it."""
-        weights, piece = [weight.detach().requires_grad_() for weight in weights], piece.detach().requires_grad_()
+    def _pull(self, weights: Weights, piece: torch.Tensor, grad_output: torch.Tensor) -> Grads:
+        """Gradients of one chunk and of the weights, None where one is frozen or nothing depends on it."""
+        piece = piece.detach().requires_grad_()
         with torch.enable_grad():
-            output = self._run(weights, piece)
-        grads = torch.autograd.grad(output, [piece, *weights], grad_output, allow_unused=True)
-        assert grads[0] is not None
-        return grads[0], list(grads[1:])
-
-    def _compiled_pull(self, weights: Sequence[torch.Tensor], piece: torch.Tensor, grad_output: torch.Tensor) -> Grads:
-        grads, grad_piece = vjp(self._run, weights, piece)[1](grad_output)
-        return grad_piece, list(grads)
+            output = self.run(weights, piece)
+        grad_piece, *grads = gradients(output, [piece, *weights.values()], grad_output)
+        assert grad_piece is not None
+        return grad_piece, grads
 
 
 class _Chunked(torch.autograd.Function):
@@ -82,7 +89,7 @@ class _Chunked(torch.autograd.Function):
         ctx.save_for_backward(hidden, *weights)
         output = torch.empty_like(hidden)
         if not mlp.unread:
-            leaves = [weight.detach() for weight in weights]
+            leaves = mlp.named(weights)
             for piece, place in zip(mlp.pieces(hidden), mlp.pieces(output), strict=True):
                 place.copy_(mlp.run(leaves, piece))
         return output
@@ -91,20 +98,28 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
         mlp: ChunkedMLP = ctx.mlp
         hidden, *weights = ctx.saved_tensors
-        leaves = [weight.detach() for weight in weights]
-        grad_hidden, sums = torch.empty_like(hidden), [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
+        leaves = mlp.named(weights)
+        grad_hidden = torch.empty_like(hidden)
+        sums: list[torch.Tensor | None] = [None] * len(weights)
         pieces = (mlp.pieces(values) for values in (hidden, grad_output.contiguous(), grad_hidden))
         for piece, grad, place in zip(*pieces, strict=True):
             grad_piece, grads = mlp.pull(leaves, piece, grad)
             place.copy_(grad_piece)
             _add(sums, grads)
             del grad_piece, grads  # the next chunk's would be alive beside them
-        return None, grad_hidden, *(total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True))
+        rounded = (s if s is None else s.to(w.dtype) for s, w in zip(sums, weights, strict=True))
+        return None, grad_hidden, *rounded
 
 
-def _add(sums: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
-    for total, grad in zip(sums, grads, strict=True):
-        if grad is not None:
+def _add(sums: list[torch.Tensor | None], grads: Sequence[torch.Tensor | None]) -> None:
+    """Sum in fp32; what no gradient came for stays None."""
+    for index, grad in enumerate(grads):
+        if grad is None:
+            continue
+        total = sums[index]
+        if total is None:
+            sums[index] = grad.to(torch.float32, copy=True)
+        else:
             total.add_(grad)
 
 

@@ -8,15 +8,19 @@ belongs to exactly one block (embed, one layer, head), tied parameters to embed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from engine.layout import Layout, pack
+from engine.randomness import refuse_random
 from engine.template import Template, share_templates
+
+T = TypeVar("T")
 
 
 class _LastLayerReachedError(Exception):
@@ -51,6 +55,9 @@ class Decoder:
         self.layers = layers
         self.templates: list[Template] = share_templates(layers, mlp_chunk=mlp_chunk)
         self.blocks: list[dict[str, torch.Size]] = _blocks(model, self.prefix, layers)
+        self.frozen = _frozen(model)
+        """Full names of parameters that are not trained."""
+        self._known: set[str] = set()
         self._inject: torch.Tensor | None = None
         self._first: list[torch.Tensor] = []
         self._calls: list[Call] = []
@@ -66,8 +73,17 @@ class Decoder:
         """The model's name of a block's parameter."""
         return f"{self.prefix}.{block - 1}.{name}" if 1 <= block <= self.num_layers else name
 
+    def layouts(self) -> list[Layout]:
+        """Where the parameters of each block lie, and which of them are frozen."""
+        return [
+            pack(block.items(), {name for name in block if self.full_name(number, name) in self.frozen})
+            for number, block in enumerate(self.blocks)
+        ]
+
     def bind(self, device: torch.device, outer: Mapping[str, torch.Tensor]) -> None:
         """Put buffers on `device` and make the outer parameters views of device memory."""
+        for template in self.templates:
+            template.unchecked = True
         for module in [self.model, *(t.module for t in self.templates)]:
             for name, buffer in list(module.named_buffers()):
                 owner, _, leaf = name.rpartition(".")
@@ -78,7 +94,8 @@ class Decoder:
                 continue
             owner, _, leaf = name.rpartition(".")
             if id(parameter) not in parameters:
-                parameters[id(parameter)] = nn.Parameter(outer[name].detach())
+                bound = nn.Parameter(outer[name].detach(), parameter.requires_grad)
+                parameters[id(parameter)] = bound
             self.model.get_submodule(owner)._parameters[leaf] = parameters[id(parameter)]
 
     def outer_parameters(self) -> dict[str, nn.Parameter]:
@@ -87,21 +104,45 @@ class Decoder:
         return {name: p for name, p in self.model.named_parameters() if name in wanted}
 
     def record(self, tokens: torch.Tensor, attention_mask: torch.Tensor | None) -> Recording:
-        """Run the model as far as its last layer's call. tokens: int64 [micro_batch, seq_len] on the device."""
+        """Run the model as far as its last layer's call. tokens: int64 [micro_batch, seq_len] on the device.
+
+        Raises ValueError where random numbers are drawn on the way, or the model does not call each layer once.
+        """
+        hidden, calls = self._checked("before the layers", tokens.device, partial(self._run, tokens, attention_mask))
+        if len(calls) != self.num_layers:
+            raise ValueError(
+                f"model: {type(self.model).__name__} called {len(calls)} of its {self.num_layers} layers, "
+                "allowed are models that call every layer once; choose another model"
+            )
+        return Recording(hidden=hidden[0], calls=calls)
+
+    def _run(self, tokens: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple[list[torch.Tensor], list[Call]]:
         self._calls = []
         hidden: list[torch.Tensor] = []
         self._first = hidden
         with contextlib.suppress(_LastLayerReachedError):
             self.model(input_ids=tokens, attention_mask=attention_mask, use_cache=False)
         calls, self._calls = self._calls, []
-        assert len(calls) == self.num_layers, f"the model called {len(calls)} of {self.num_layers} layers"
-        return Recording(hidden=hidden[0], calls=calls)
+        return hidden, calls
+
+    def _checked(self, part: str, device: torch.device, run: Callable[[], T]) -> T:
+        """What `run` returns; at the first of each part ValueError where it draws random numbers."""
+        if part in self._known:
+            return run()
+        found = refuse_random(self.model, device, run)
+        self._known.add(part)
+        return found
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm, head and soft cap of [rows, tokens, hidden]: the model's own tail, differentiable in `hidden`."""
+        embeds = hidden.detach()
+        width = getattr(self.model.get_input_embeddings(), "embedding_dim", hidden.shape[-1])  # type: ignore[operator]
+        if width != hidden.shape[-1]:  # a projection comes before the layers, as in OPT's smallest
+            embeds = hidden.new_zeros((*hidden.shape[:-1], width))
         self._inject = hidden
         try:
-            output: torch.Tensor = self.model(inputs_embeds=hidden.detach(), use_cache=False).logits
+            run = partial(self.model, inputs_embeds=embeds, use_cache=False)
+            output: torch.Tensor = self._checked("after the layers", hidden.device, run).logits
         finally:
             self._inject = None
         return output
@@ -139,6 +180,16 @@ def _refuse_dropout(model: nn.Module) -> None:
             value = getattr(module, name, 0.0)
             if isinstance(value, float) and value > 0:
                 raise ValueError(f"model.config: {path}.{name} is {value}, allowed 0; set every dropout of the model to 0")
+
+
+def _frozen(model: nn.Module) -> frozenset[str]:
+    frozen = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
+    if len(frozen) == len(list(model.named_parameters())):
+        raise ValueError(
+            "model: got requires_grad=False on every parameter, allowed are models with something to train; "
+            "call model.requires_grad_(True)"
+        )
+    return frozen
 
 
 def _blocks(model: nn.Module, prefix: str, layers: Sequence[nn.Module]) -> list[dict[str, torch.Size]]:

@@ -21,7 +21,6 @@ from engine.cost import Rates
 from engine.decoder import Decoder
 from engine.executor import Executor
 from engine.host import HostStore
-from engine.layout import pack
 from engine.optimizer import AdamW
 from engine.pipeline import LANES, Pipeline
 from engine.plan import Plan
@@ -83,7 +82,7 @@ class MegaTrain:
         self._check_placement(asked)
         self._planner = Planner(
             config=self.config,
-            layouts=[pack(block.items()) for block in self._decoder.blocks],
+            layouts=self._decoder.layouts(),
             model_config=model.config,
             dtype=dtype,
             shape=self.shape,

@@ -21,11 +21,11 @@ from engine.host import HostStore
 from engine.layout import BLOCK_ALIGNMENT
 from engine.memory import DeviceMemory
 from engine.offload import Offloaded, copy_in_pieces, storages
-from engine.optimizer import AdamW, clip_scale, norm_of
+from engine.optimizer import AdamW, BlockState, clip_scale, norm_of
 from engine.pipeline import Pipeline
 from engine.recipe import Batch, NonFiniteLossError
 from engine.schedule import Op, build
-from engine.slots import Gradients
+from engine.slots import Gradients, gradients
 from engine.streams import Lanes, Ticket
 from engine.timeline import label_of
 
@@ -83,6 +83,10 @@ class Executor:
         self._outer_parameters = decoder.outer_parameters()
         self._num_embed = len(store.spec.layouts[0].fields)
         self._late: dict[int, tuple[int, float]] = {}
+        self._trained: dict[int, tuple[bool, ...]] = {}
+        """Block -> which of its parameters get a gradient; torch's optimizers leave the others alone."""
+        self._parts: dict[int, list[tuple[BlockState, slice]]] = {}
+        """Block -> what an update takes: its state in stretches, one where all is trained, and where each lies."""
         self._hyper = torch.empty(0)  # of the step, for updates on the device; _decide makes it
 
     def run(self, batch: Batch, step: int) -> torch.Tensor:
@@ -136,8 +140,8 @@ class Executor:
 
     @torch.no_grad()
     def _embed(self, _: Op, s: _Step) -> None:
-        for gradients in self.memory.outer_gradients.values():  # a step that raised leaves its part of the sums
-            gradients.clear()
+        for sums in self.memory.outer_gradients.values():  # a step that raised leaves its part of the sums
+            sums.clear()
         masks = s.batch.attention_mask
         for m in range(s.batch.num_micro_batches):
             mask = None if masks is None else self._to_device(masks[m])
@@ -169,7 +173,8 @@ class Executor:
     def _forward_offloaded(self, op: Op, s: _Step) -> None:
         weights, layer = self.memory.weights(op), op.block - 1
         template, calls = self.decoder.templates[layer], [r.calls[layer] for r in s.recordings]
-        shared = storages([*s.hidden, *(value for call in calls for value in tensors((call.args, call.kwargs)))])
+        given = (value for call in calls for value in tensors((call.args, call.kwargs)))
+        shared = storages([*s.hidden, *given, *template.module.buffers()])
         s.offloaded[op.block] = kept = Offloaded(
             weights=weights, home=self.memory.home(op), shared=shared, capacity=self.store.activations[op.block].numel()
         )
@@ -223,33 +228,35 @@ class Executor:
     @torch.no_grad()
     def _differentiate(self, op: Op, s: _Step, weights: Mapping[str, torch.Tensor], graphs: list[Any]) -> None:
         """Backward of a layer whose graphs are there; each goes as soon as it was used."""
-        template, gradients = self.decoder.templates[op.block - 1], self.memory.gradients(op)
+        template, sums = self.decoder.templates[op.block - 1], self.memory.gradients(op)
         for m in range(len(s.recordings)):
             hidden, output = graphs[m]
             s.grads[m], grads = template.differentiate(weights, hidden, output, s.grads[m])
-            gradients.add(grads)
+            sums.add(grads)
             del hidden, output
             graphs[m] = ()
-        self._finish(op, gradients)
+        self._finish(op, sums)
         self.counters["recompute_flops"] += 2 * template.num_rebuilt(kept=True) * s.batch.tokens.numel()
 
     @torch.no_grad()
     def _backward(self, op: Op, s: _Step) -> None:
         layout, layer = self.memory.layout(op), op.block - 1
         weights, template = self.memory.weights(op), self.decoder.templates[layer]
-        gradients = self.memory.gradients(op)
+        sums = self.memory.gradients(op)
         inputs = s.saved.pop(op.block)
         for m, recording in enumerate(s.recordings):
             s.grads[m], grads = template.backward(weights, inputs[m], recording.calls[layer], layer, s.grads[m])
-            gradients.add(grads)
-        self._finish(op, gradients)
+            sums.add(grads)
+        self._finish(op, sums)
         self.counters["recompute_flops"] += 2 * (layout.num_params + template.num_rebuilt(kept=False)) * s.batch.tokens.numel()
 
     @torch.no_grad()
     def _embed_backward(self, op: Op, s: _Step) -> None:
         parameters = list(self._outer_parameters.values())
         for recording, grad in zip(s.recordings, s.grads, strict=True):
-            grads = torch.autograd.grad(recording.hidden, parameters, grad, allow_unused=True)
+            if not recording.hidden.requires_grad:  # all that comes before the layers is frozen
+                break
+            grads = gradients(recording.hidden, parameters, grad)
             late = [
                 n
                 for n, g in zip(list(self._outer_parameters)[self._num_embed :], grads[self._num_embed :], strict=True)
@@ -261,10 +268,25 @@ class Executor:
         s.recordings.clear()
         s.grads.clear()
 
-    def _finish(self, op: Op, gradients: Gradients) -> None:
-        flat = gradients.finish()
+    def _finish(self, op: Op, sums: Gradients) -> None:
+        self._note(op, sums.reached)
+        flat = sums.finish()
         if self.pipeline.clip:
             self.memory.norms[op.block] = norm_of([flat.view(-1, BLOCK_ALIGNMENT)])
+
+    def _note(self, op: Op, reached: tuple[bool, ...]) -> None:
+        """Remember, at a block's first backward, what of it is to be updated."""
+        if op.block not in self._trained:
+            stretches, state = self.memory.layout(op).stretches(reached), self.store.states[op.block]
+            self._parts[op.block] = [(state.part(stretch), stretch) for stretch in stretches]
+            self._trained[op.block] = reached
+        if self._trained[op.block] != reached:
+            pairs = zip(self.memory.layout(op).fields, reached, self._trained[op.block], strict=True)
+            name = next(f.name for f, now, first in pairs if now != first)
+            raise ValueError(
+                f"model: {self.decoder.full_name(op.block, name)} gets a gradient in some steps only, allowed are "
+                "parameters that get one in all or in none; choose another model"
+            )
 
     @torch.no_grad()
     def _clip(self, _: Op, s: _Step) -> None:
@@ -281,7 +303,9 @@ class Executor:
 
     @torch.no_grad()
     def _device_step(self, op: Op, _: _Step) -> None:
-        self.optimizer.device_step(self.store.states[op.block], self.memory.slab(op), hyper=self._hyper, scale=self.memory.scale)
+        slab = self.memory.slab(op)
+        for state, part in self._parts[op.block]:
+            self.optimizer.device_step(state, slab[part], hyper=self._hyper, scale=self.memory.scale)
 
     # CPU lane.
 
@@ -300,14 +324,13 @@ class Executor:
             )
 
     def _step(self, op: Op, s: _Step) -> None:
-        state = self.store.states[op.block]
-        gradient = self.store.kept[op.block] if op.host_slab < 0 else self.store.slabs[op.host_slab][: state.weight.numel()]
+        gradient = self.store.kept[op.block] if op.host_slab < 0 else self.store.slabs[op.host_slab]
         started, scale = time.perf_counter(), float(self.memory.verdict[2])
+        update = self.optimizer.step_weights if self.pipeline.two_passes else self.optimizer.step
+        for state, part in self._parts[op.block]:
+            update(state, gradient[part], step=s.index, scale=scale)
         if self.pipeline.two_passes:
-            self.optimizer.step_weights(state, gradient, step=s.index, scale=scale)
             self._late[op.block] = (s.index, scale)
-        else:
-            self.optimizer.step(state, gradient, step=s.index, scale=scale)
         self.counters["optimizer_s"] += time.perf_counter() - started
 
     def _moments(self, op: Op, _: _Step) -> None:
@@ -317,7 +340,8 @@ class Executor:
         if block not in self._late:  # the first step, or one after a checkpoint
             return
         started, (step, scale) = time.perf_counter(), self._late.pop(block)
-        self.optimizer.step_moments(self.store.states[block], self.store.slabs[block], step=step, scale=scale)
+        for state, part in self._parts[block]:
+            self.optimizer.step_moments(state, self.store.slabs[block][part], step=step, scale=scale)
         self.counters["optimizer_s"] += time.perf_counter() - started
 
     def finish_moments(self) -> None:

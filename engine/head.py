@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from engine.decoder import Decoder
 from engine.recipe import IGNORE_INDEX
+from engine.slots import gradients
 
 
 def chunks(rows: int, seq_len: int, chunk: int) -> Iterator[tuple[slice, slice]]:
@@ -55,7 +56,7 @@ def loss_and_gradients(
         piece = hidden[part].detach().requires_grad_()
         with torch.enable_grad():
             loss = summed(decoder.logits(piece), labels[part]) / num_tokens
-        grads = torch.autograd.grad(loss, [piece, *parameters], allow_unused=True)
+        grads = gradients(loss, [piece, *parameters])
         assert grads[0] is not None
         grad_hidden[part] = grads[0]
         add(grads[1:])

@@ -8,7 +8,7 @@ narrowest dtype, so that blocks laid end to end stay page-aligned.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,8 @@ class Field:
     offset: int
     """First element, counted in elements from the block's start."""
     shape: torch.Size
+    frozen: bool = False
+    """Whether it is not trained: `requires_grad` was false."""
 
     @property
     def numel(self) -> int:
@@ -55,6 +57,17 @@ class Layout:
         ends = [f.offset for f in self.fields[1:]] + [self.numel]
         return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end] if starts else [(0, self.numel)]
 
+    def stretches(self, chosen: Sequence[bool]) -> list[slice]:
+        """The elements of the `chosen` fields and of the gaps behind them, in as few slices as there can be."""
+        found: list[slice] = []
+        ends = [*(f.offset for f in self.fields), self.numel][1:]
+        for f, end, wanted in zip(self.fields, ends, chosen, strict=True):
+            if wanted and found and found[-1].stop == f.offset:
+                found[-1] = slice(found[-1].start, end)
+            elif wanted:
+                found.append(slice(f.offset, end))
+        return found
+
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Each parameter as a view of `flat`, a 1-D tensor of at least `numel` elements of any dtype."""
         return {f.name: flat[f.offset : f.offset + f.numel].view(f.shape) for f in self.fields}
@@ -64,11 +77,11 @@ class Layout:
         return zip(self.fields, self.views(flat).values(), strict=True)
 
 
-def pack(shapes: Iterable[tuple[str, torch.Size]]) -> Layout:
-    """Lay parameters out one after another in the order given."""
+def pack(shapes: Iterable[tuple[str, torch.Size]], frozen: Container[str] = ()) -> Layout:
+    """Lay parameters out one after another in the order given. frozen: names of those that are not trained."""
     fields, end = [], 0
     for name, shape in shapes:
-        fields.append(Field(name=name, offset=end, shape=shape))
+        fields.append(Field(name=name, offset=end, shape=shape, frozen=name in frozen))
         end += round_up(shape.numel(), PARAMETER_ALIGNMENT)
     return Layout(fields=tuple(fields), numel=round_up(max(end, 1), BLOCK_ALIGNMENT))
 

@@ -42,6 +42,15 @@ class BlockState:
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
 
+    def part(self, stretch: slice) -> BlockState:
+        """Some of its elements, as views."""
+        return BlockState(
+            weight=self.weight[stretch],
+            extra=None if self.extra is None else self.extra[stretch],
+            exp_avg=self.exp_avg[stretch],
+            exp_avg_sq=self.exp_avg_sq[stretch],
+        )
+
 
 def norm_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """2-norm of all elements, fp32 and 0-dim: of each row in fp32, then of these in float64.

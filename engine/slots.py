@@ -14,8 +14,17 @@ from engine.layout import Layout
 
 
 def leaves(layout: Layout, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A block's parameters as differentiable leaves that are views of `flat`."""
-    return {name: view.detach().requires_grad_() for name, view in layout.views(flat).items()}
+    """A block's parameters as views of `flat`: leaves, differentiable unless frozen."""
+    return {f.name: view.detach().requires_grad_(not f.frozen) for f, view in layout.items(flat)}
+
+
+def gradients(
+    output: torch.Tensor, of: Sequence[torch.Tensor], grad_output: torch.Tensor | None = None
+) -> list[torch.Tensor | None]:
+    """The gradient of `output` in each of `of`: None where it is frozen or the output does not depend on it."""
+    wanted = [tensor for tensor in of if tensor.requires_grad]
+    found = iter(torch.autograd.grad(output, wanted, grad_output, allow_unused=True) if wanted else ())
+    return [next(found) if tensor.requires_grad else None for tensor in of]
 
 
 class Slots:
@@ -69,12 +78,17 @@ class Gradients:
                     torch._foreach_copy_(targets, values)
         self._seen = [seen or grad is not None for seen, grad in zip(self._seen, grads, strict=True)]
 
+    @property
+    def reached(self) -> tuple[bool, ...]:
+        """Which parameters a contribution came for, in the layout's order."""
+        return tuple(self._seen)
+
     def finish(self) -> torch.Tensor:
         """The flat slab: every parameter's sum, zero where none came and between parameters."""
         for index, seen in enumerate(self._seen):
             if not seen:
                 self._sums[index].zero_()
-        if self._wide:
+        if self._wide and self._slabs:  # a block may have no parameters of its own
             torch._foreach_copy_(self._slabs, self._sums)
         for start, end in self._layout.gaps:
             self._slab[start:end].zero_()

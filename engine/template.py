@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch._functorch.config as functorch_config
 from torch import nn
-from torch.func import functional_call, vjp
+from torch.func import functional_call
 
 from engine.chunked import ChunkedMLP, is_only_added
+from engine.compiled import JointPull
+from engine.randomness import refuse_random
+from engine.slots import gradients
 
 if TYPE_CHECKING:
     from engine.decoder import Call
@@ -41,12 +44,15 @@ class Template:
         for owner in self.module.modules():
             for name, parameter in owner._parameters.items():
                 if parameter is not None:
-                    owner._parameters[name] = nn.Parameter(parameter.detach().to("meta"))
+                    meta = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+                    owner._parameters[name] = meta
         self.mlp = ChunkedMLP(self.module, mlp_chunk) if mlp_chunk else None
         copies = () if self.mlp is None else (self.mlp.module,)
         self._indexed = [m for m in (*self.module.modules(), *copies) if hasattr(m, INDEX)]
         self._call: Callable[..., Any] = self._plain
-        self._pull: Callable[..., Any] | None = None
+        self._pull: JointPull | None = None
+        self.unchecked = False
+        """Whether the next forward is the first that must draw no random numbers."""
 
     def compile(self) -> None:
         """Compile the layer once for all layers of this configuration: weights are inputs.
@@ -58,28 +64,25 @@ class Template:
             self.mlp.compile()
             return
         self._call = torch.compile(self._plain, dynamic=False)
-        self._pull = torch.compile(self._plain_pull, dynamic=False)
+        self._pull = JointPull(self._plain, type(self.module).__name__)
 
     def _plain(self, weights: dict[str, torch.Tensor], hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A template's parameters are never tied (__init__ makes each anew); looking for ties would take longer than the call.
         return functional_call(self.module, weights, (hidden, *args), kwargs, tie_weights=False)
 
-    def _plain_pull(
-        self,
-        weights: dict[str, torch.Tensor],
-        hidden: torch.Tensor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        grad_output: torch.Tensor,
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        pull = vjp(lambda w, x: self._plain(w, x, args, kwargs), weights, hidden)[1]
-        grads: tuple[dict[str, torch.Tensor], torch.Tensor] = pull(grad_output)
-        return grads
-
     def forward(self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor, call: Call, index: int) -> torch.Tensor:
-        """The layer's output. weights: local name -> view of a slot; hidden: [micro_batch, seq_len, hidden]."""
+        """The layer's output. weights: local name -> view of a slot; hidden: [micro_batch, seq_len, hidden].
+
+        Raises ValueError where it is no tensor, or where `unchecked` and random numbers were drawn for it.
+        """
         self._set_index(index)
-        output = self._call(dict(weights), hidden, call.args, dict(call.kwargs))
+        given = (dict(weights), hidden, call.args, dict(call.kwargs))
+        if self.unchecked:
+            run, plain = partial(self._call, *given), partial(self._plain, *given)
+            output = refuse_random(self.module, hidden.device, run, again=plain)
+            self.unchecked = False
+        else:
+            output = self._call(*given)
         if not isinstance(output, torch.Tensor):
             raise ValueError(
                 f"model: {type(self.module).__name__} returns {type(output).__name__}, allowed a tensor; use transformers >= 5.17"
@@ -95,12 +98,13 @@ class Template:
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         """Recompute with a graph and differentiate at once: (gradient of `hidden`, gradients in the order of `weights`).
 
-        A weight that the output does not depend on has gradient None, or zero where compiled, in its own place.
+        A weight that is frozen, or that the output does not depend on, has gradient None in its own place.
         """
         if self._pull is not None:
             self._set_index(index)
-            grads, grad_hidden = self._pull(dict(weights), hidden, call.args, dict(call.kwargs), grad_output)
-            return grad_hidden, [grads[name] for name in weights]
+            found = self._pull(weights, hidden, call.args, call.kwargs, grad_output)
+            if found is not None:
+                return found
         return self.differentiate(weights, *self._recomputed(weights, hidden, call, index), grad_output)
 
     def _recomputed(
@@ -138,9 +142,9 @@ class Template:
         self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor, output: torch.Tensor, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         """As `backward`, of a graph that is there."""
-        grads = torch.autograd.grad(output, [hidden, *weights.values()], grad_output, allow_unused=True)
-        assert grads[0] is not None
-        return grads[0], list(grads[1:])
+        grad_hidden, *grads = gradients(output, [hidden, *weights.values()], grad_output)
+        assert grad_hidden is not None
+        return grad_hidden, grads
 
 
 def share_templates(layers: Sequence[nn.Module], *, mlp_chunk: int = 0) -> list[Template]:
@@ -163,10 +167,16 @@ def _configuration(layer: nn.Module) -> tuple[Any, ...]:
             for name, value in sorted(vars(module).items())
             if not name.startswith("_") and name not in (INDEX, "training")
         )
-        buffers = tuple((name, tuple(b.shape), hash(b.cpu().numpy().tobytes())) for name, b in module.named_buffers(recurse=False))
-        shapes = tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters(recurse=False))
+        buffers = tuple((name, *_content(b)) for name, b in module.named_buffers(recurse=False))
+        shapes = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters(recurse=False))
         parts.append((path, type(module), attributes, buffers, shapes))
     return tuple(parts)
+
+
+def _content(buffer: torch.Tensor) -> tuple[Any, ...]:
+    """Shape, dtype and a digest of the bytes; numpy has no bfloat16."""
+    flat = buffer.detach().cpu().reshape(-1)
+    return tuple(buffer.shape), buffer.dtype, hash(flat.view(torch.uint8).numpy().tobytes())
 
 
 def _plain(value: Any) -> Any:

@@ -56,6 +56,8 @@ def make_engine(model: nn.Module, *, recipe: Recipe | None = None, batch: Batch 
     names = set(EngineConfig.__dataclass_fields__)
     config = EngineConfig(**{"loss_chunk": 24, "num_threads": 1} | {k: v for k, v in arguments.items() if k in names})
     skeleton = AutoModelForCausalLM.from_config(model.config, attn_implementation=model.config._attn_implementation)
+    for mine, given in zip(skeleton.parameters(), model.parameters(), strict=True):
+        mine.requires_grad_(given.requires_grad)
     dtype = next(model.parameters()).dtype
     rest = {k: v for k, v in arguments.items() if k not in names}
     engine = MegaTrain(

@@ -1,11 +1,30 @@
 """Any decoder-only transformers model: first-step loss and every gradient equal the plain model's."""
 
+import functools
+
 import pytest
 import torch
 
 from engine.decoder import Decoder
-from tests.models import engine_gradients, make_batch, make_engine, make_model, plain_loss
+from engine.offload import Offloaded
+from tests.models import engine_gradients, make_batch, make_engine, make_model, plain_loss, train
 
+DEEPSEEK = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+}
+"""Its router has a buffer, in the model's dtype."""
 ARCHITECTURES = {
     "llama": ("llama", "sdpa", {}),
     "llama-tied": ("llama", "sdpa", {"tie_word_embeddings": True}),
@@ -27,6 +46,12 @@ ARCHITECTURES = {
         "sdpa",
         {"ffn_dim": 64, "dropout": 0.0, "attention_dropout": 0.0, "word_embed_proj_dim": 32},
     ),
+    "opt-projected": (
+        "opt",
+        "sdpa",
+        {"ffn_dim": 64, "dropout": 0.0, "attention_dropout": 0.0, "word_embed_proj_dim": 16},
+    ),
+    "deepseek_v3-experts": ("deepseek_v3", "sdpa", DEEPSEEK),
 }
 
 
@@ -61,6 +86,86 @@ def test_first_step_equals_the_plain_model(name, options, monkeypatch):
             gradients.pop(parameter_name), reference, rtol=1e-4, atol=2e-6, msg=lambda m, n=parameter_name: f"{n}: {m}"
         )
     assert not gradients
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3-experts", "opt-norm-registered-first"])
+def test_two_contributions_in_bfloat16_train_as_the_plain_model(name):
+    """A buffer in bfloat16 tells templates apart; a head without parameters of its own has sums to round too."""
+    model_type, attention, settings = ARCHITECTURES[name]
+    model = make_model(model_type, attention=attention, dtype=torch.bfloat16, **settings, tie_word_embeddings=True)
+    batch = make_batch(1, micro_batches=2)
+    engine = make_engine(model, batch=batch)
+    expected = plain_loss(model, batch)
+    expected.backward()
+    torch.testing.assert_close(engine.train_step(batch), expected.detach(), rtol=0, atol=5e-3)
+    gradients = engine_gradients(engine)
+    wholes = {n: p.grad.float() for n, p in model.named_parameters()}
+    norm = torch.cat([g.flatten() for g in wholes.values()]).norm()
+    error = torch.cat([(gradients[n] - g).flatten() for n, g in wholes.items()]).norm()
+    assert error < 0.05 * norm
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "qwen3_moe"])
+def test_offloaded_experts_change_no_bit(model_type, monkeypatch):
+    """A gate and its partner are halves of one product. With other strides than theirs a kernel rounds otherwise."""
+    monkeypatch.setattr("engine.offload.SMALL", 0)
+    experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 48}
+    model = make_model(model_type, hidden_size=128, head_dim=32, **experts)
+    batch = make_batch(0, micro_batches=2, seq_len=7)
+    engines = [make_engine(model, batch=batch, **{name: 3}) for name in ("keep_activations", "offload_activations")]
+    for engine in engines:
+        engine.train_step(batch)
+        engine.drain()
+    kept, offloaded = (engine_gradients(engine) for engine in engines)
+    assert [name for name in kept if not torch.equal(kept[name], offloaded[name])] == []
+
+
+def test_what_is_offloaded_comes_back_with_its_strides_and_moves_once(monkeypatch):
+    """A compiled backward asserts them."""
+    monkeypatch.setattr("engine.offload.SMALL", 0)
+    source = torch.randn(4, 6, 30).requires_grad_()
+    kept = Offloaded(weights={}, home=torch.zeros(1), shared=set(), capacity=1 << 20)
+    with kept.hooks():
+        parts = (source * 2).transpose(0, 1).split(10, dim=-1)
+        output = parts[0] * parts[1] + parts[2].exp() * parts[0].expand(1, 6, 4, 10)
+    (expected,) = torch.autograd.grad(output.sum(), source, retain_graph=True)
+    saved = [t for node in nodes_of(output) for n in dir(node) if n.startswith("_saved_") for t in [getattr(node, n)]]
+    strides = [t.stride() for t in saved if isinstance(t, torch.Tensor)]
+    assert (30, 180, 1) in strides
+    assert len(kept.copies(torch.empty(1 << 20, dtype=torch.uint8))) == 2  # the product, and what exp returned
+    slab = torch.empty(kept.num_bytes, dtype=torch.uint8)
+    for piece, place in kept.copies(slab):
+        place.copy_(piece)
+    kept.drop()
+    kept.stage()
+    for piece, place in kept.copies(slab):
+        piece.copy_(place)
+    assert torch.equal(torch.autograd.grad(output.sum(), source)[0], expected)
+
+
+def nodes_of(output):
+    """All of a graph's."""
+    todo, seen = [output.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo.extend(below for below, _ in node.next_functions)
+    return seen
+
+
+@pytest.mark.slow
+def test_experts_that_no_single_graph_can_hold_are_compiled_as_two(monkeypatch):
+    """In fp32 on the CPU they are an operator of transformers, which `vjp` cannot pass."""
+    torch._dynamo.reset()
+    monkeypatch.setattr("torch.compile", functools.partial(torch.compile, backend="aot_eager"))  # seconds, not minutes
+    model = make_model("mixtral", num_local_experts=4, num_hidden_layers=1)
+    expected = train(make_engine(model), 2)
+    with pytest.warns(UserWarning, match=r"^system\.compile: the recomputation of Mixtral\w+ and its backward are two graphs"):
+        losses, parameters = train(make_engine(model, compile=True), 2)
+    torch.testing.assert_close(losses, expected[0], rtol=1e-6, atol=0)
+    for name, value in expected[1].items():
+        torch.testing.assert_close(parameters[name], value, rtol=0, atol=1e-5)
 
 
 def test_layers_that_differ_in_configuration_have_templates_of_their_own():

@@ -123,7 +123,7 @@ def test_a_compiled_chunk_agrees_and_leaves_out_the_last_product(models):
         torch.testing.assert_close(parameters[name], value, rtol=0, atol=1e-4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 6  # two lengths of the forward, the backward, the loss
     mlp = make_engine(models[torch.float32], compile=True, **options)._decoder.templates[0].mlp
-    weights = [p.detach() for p in models[torch.float32].model.layers[0].mlp.parameters()]
+    weights = mlp.named(list(models[torch.float32].model.layers[0].mlp.parameters()))
     piece = torch.randn(1, 12, 32)
     with torch.no_grad():
         found, code = run_and_get_code(mlp.pull, weights, piece, piece)
