@@ -12,6 +12,7 @@ import difflib
 import functools
 import hashlib
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,12 +20,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from baselines.system import ModelSpec, Unsupported
 
 LEGACY_ROPE = ("rope_theta", "rope_scaling")
 """Keys of transformers 4 that transformers 5 still turns into `rope_parameters`."""
+HUGE = 1 << 24
+"""Elements."""
 
 
 def config_of(spec: ModelSpec) -> Any:
@@ -83,20 +87,34 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
 
 
+class _HugeOnMeta(TorchFunctionMode):
+    """torch.empty makes a meta tensor of a matrix of HUGE elements or more: memory for it there may be none."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty and kwargs.get("device") is None:
+            size = kwargs.get("size") or (args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args)
+            if len(size) >= 2 and math.prod(size) >= HUGE:
+                kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
 @contextlib.contextmanager
 def _large_parameters_on_meta() -> Iterator[None]:
     """Parameters of two or more dimensions become meta tensors as modules register them; ties stay one object."""
     register: Callable[..., None] = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and param.ndim >= 2 and not param.is_meta:
-            param = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+        if param is not None and param.ndim >= 2:
+            if not param.is_meta:
+                param = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
             param._is_hf_initialized = True  # type: ignore[attr-defined]  # nothing to draw: most of the time spent here
         register(module, name, param)
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
     try:
-        yield
+        with _HugeOnMeta():
+            yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 

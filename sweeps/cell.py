@@ -99,6 +99,7 @@ def work(cell: Cell, emit: Emitter, rates: Mapping[str, float] | None = None) ->
 
     from baselines import megatrain
     from baselines.model import initial_weights
+    from baselines.model_check import require_runnable
     from baselines.system import build
     from engine import Rates
     from sweeps import bench, data, heldout
@@ -107,6 +108,7 @@ def work(cell: Cell, emit: Emitter, rates: Mapping[str, float] | None = None) ->
     if cell.machine.device == "cuda" and cell.machine.device_bytes:
         cap_device_memory(cell.machine.device_bytes)
     try:
+        require_runnable(cell.model)
         system = build(cell.system, spec) if rates is None else megatrain.build(spec, rates=Rates(**rates))
         told, refusal = outlook(system, cell)
         steps = data.batches(data.corpus_of(cell.data), cell.shape, cell.seed)

@@ -1,5 +1,6 @@
-"""Every cell of a sweep looked at before the first one runs: its system is built, to hear what it says to its options and its
-model; its plan is held against the machine, so that a cell without room costs no process of its own; its step is predicted.
+"""Every cell of a sweep looked at before the first one runs: its model is tried without memory; its system is built, to hear what
+it says to its options and its model; its plan is held against the machine, so that a cell without room costs no process of its own;
+its step is predicted.
 
 Invariant: in a process of its own, so the parent imports no measured library; nothing stays allocated. A ValueError ends the
 sweep, a plan that does not fit is the cell's outcome; whatever else a system raises here is left for its cell.
@@ -22,7 +23,8 @@ from typing import Any
 
 import torch
 
-from baselines.system import build
+from baselines.model_check import require_runnable
+from baselines.system import ModelSpec, build
 from sweeps import environment
 from sweeps.cell import Emitter, outlook
 from sweeps.config import Cell, cell_from
@@ -71,6 +73,20 @@ def survey(cells: Sequence[Cell], timeout_s: float = SURVEY_S) -> Survey:
     return found
 
 
+def require_models(models: Sequence[ModelSpec], emit: Callable[..., None]) -> None:
+    """Say which of the models cannot be built or run; each is asked about once, however many cells have it."""
+    asked: list[ModelSpec] = []
+    for model in models:
+        if model in asked:
+            continue
+        asked.append(model)
+        try:
+            require_runnable(model)
+        except ValueError as error:
+            emit("invalid", reason=" ".join(str(error).split()))
+            return
+
+
 def look(cell: Cell, rates: dict[Any, Any], emit: Callable[..., None], *, predict: bool = True) -> None:
     """Say what is known of one cell. rates: probed so far, by what they depend on; `predict`=False leaves the engine on a
     GPU, whose placement needs them, to its cell."""
@@ -106,9 +122,11 @@ def main() -> int:
     def ignore(event: str, **fields: Any) -> None:
         """Not a ValueError: the cell will say it in its row."""
 
-    for config in json.load(sys.stdin)["cells"]:
+    cells = [cell_from(config) for config in json.load(sys.stdin)["cells"]]
+    guarded(partial(require_models, [cell.model for cell in cells], emit), ignore)
+    for cell in cells:
         predict = time.monotonic() - started < PREDICTION_S
-        guarded(partial(look, cell_from(config), rates, emit, predict=predict), ignore)
+        guarded(partial(look, cell, rates, emit, predict=predict), ignore)
     return 0
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from baselines.model import build_skeleton, config_of, count_params, decoder_layers, initial_weights, materialise, num_params
+from baselines.model_check import require_runnable
 from baselines.system import ModelSpec, Unsupported
 
 CPU = torch.device("cpu")
@@ -146,3 +147,43 @@ def test_attention_that_is_not_there():
 def test_legacy_rope_keys_are_understood():
     config = config_of(ModelSpec(name="x", model_type="qwen2", config={"rope_theta": 123.0}))
     assert config.rope_parameters["rope_theta"] == 123.0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_that_runs_is_not_refused(family):
+    require_runnable(FAMILIES[family])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"num_attention_heads": 7}, "transformers says RuntimeError"),
+        ({"num_attention_heads": 0}, r"model\.config\.num_attention_heads: got 0, allowed >= 1"),
+        ({"num_key_value_heads": 3}, "transformers says"),
+        ({"hidden_size": -32}, r"model\.config\.hidden_size: got -32"),
+        ({"rms_norm_eps": float("nan")}, r"model\.config\.rms_norm_eps: got nan"),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "KeyError: 'spiral'"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": "big"}}, "transformers says TypeError"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "inv_freq is not finite"),
+        ({"hidden_size": 3200000}, "allowed at most 10,000,000,000,000"),
+    ],
+    ids=str,
+)
+def test_nonsense_in_a_config_is_refused_in_one_line(settings, words):
+    spec = ModelSpec(name="nonsense", model_type="qwen2", config=TINY | settings)
+    with pytest.raises(ValueError, match=words) as error:
+        require_runnable(spec)
+    assert str(error.value).startswith("model.config")
+    assert "\n" not in str(error.value)
+
+
+def test_the_library_s_own_names_are_known():
+    with pytest.raises(ValueError, match=r"model\.config\.n_head: got 0, allowed >= 1"):
+        require_runnable(ModelSpec(name="gpt2", model_type="gpt2", config=GPT2 | {"n_head": 0}))
+
+
+def test_a_model_larger_than_any_memory_is_counted():
+    wide = {"hidden_size": 400_000, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 1}
+    spec = ModelSpec(name="wide", model_type="llama", config=TINY | wide)
+    require_runnable(spec)
+    assert num_params(spec) > 640_000_000_000
