@@ -14,7 +14,6 @@ Invariant: the same files give the same bytes.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from analysis import load, paper, report, style, tables
 from analysis.figures import convergence, memory, throughput, timeline
 from analysis.figures import paper as drawing
 from analysis.timeline import SUFFIX
+from sweeps.command_line import Parser
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -77,7 +77,7 @@ def together(frame: pd.DataFrame, folder: Path) -> list[Path]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; 0 when there are no rows yet, 2 and one line on standard error for what cannot be read."""
-    parser = argparse.ArgumentParser(prog="python -m analysis.make", description="Rebuild the figures of all committed results.")
+    parser = Parser(prog="python -m analysis.make", description="Rebuild the figures of all committed results.")
     parser.add_argument(
         "--results", metavar="DIR", type=Path, default=RESULTS, help=f"folder of *.jsonl, *{SUFFIX} (default: analysis/results)"
     )

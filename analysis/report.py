@@ -32,6 +32,7 @@ from analysis.latex import as_latex
 from analysis.studies import Study
 from analysis.timeline import SUFFIX
 from analysis.verdict import sentence
+from sweeps.command_line import Parser, mend_streams
 
 PIPED_WIDTH = 100
 """Columns when the output is not a terminal."""
@@ -191,7 +192,7 @@ def _console() -> Console:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m analysis.report", description="Table, figure and verdict from measured rows.")
+    parser = Parser(prog="python -m analysis.report", description="Table, figure and verdict from measured rows.")
     parser.add_argument("paths", nargs="+", metavar="PATH", help="rows, W&B runs, folders, wandb:entity/project")
     parser.add_argument(
         "--out", metavar="DIR", type=Path, help="folder for report.png, .pdf, .md and .tex (default: beside the first rows)"
@@ -203,6 +204,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; 2 and one line on standard error for bad input."""
+    mend_streams()
     options = _parse(arguments)
     try:
         frame = load.load(*options.paths)

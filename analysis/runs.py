@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -64,8 +65,9 @@ def offline(files: Iterable[Path]) -> list[Tagged]:
 def _read(file: Path) -> Tagged | ValueError:
     """The row of one .wandb file. W&B's own command reads it: the format is no public interface."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
-    quiet = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-    done = subprocess.run(command, capture_output=True, text=True, env=quiet, stdin=subprocess.DEVNULL, check=False)
+    with tempfile.TemporaryDirectory() as folder:  # the command leaves a log in TMPDIR
+        quiet = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "TMPDIR": folder}
+        done = subprocess.run(command, capture_output=True, text=True, env=quiet, stdin=subprocess.DEVNULL, check=False)
     config: dict[str, Any] = {}
     steps = []
     try:

@@ -9,7 +9,6 @@ yardstick of MFU. The host's bandwidth is that of the fastest simple kernel (swe
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -24,12 +23,15 @@ from typing import Any
 import torch
 
 from sweeps import adamw_speed, host_memory
+from sweeps.command_line import Parser, count, mend_streams
 from sweeps.environment import boot, cpu_model, gpu
 
 SIZE = 8192
 """Rows and columns of the square bf16 product."""
 REPEATS = 7
 COPY_BYTES = 1 << 30
+LEAST_ELEMENTS = 1024
+"""Every kernel has something to do: they cut their arrays in four."""
 
 
 def _seconds(work: Callable[[], object], synchronize: Callable[[], object], repeats: int = REPEATS) -> float:
@@ -102,7 +104,7 @@ def cached_matrix_peak(output_dir: Path, device: str, timeout_s: float = 300.0) 
     if device != "cuda":
         return None
     path, here = output_dir / "ceilings.json", (gpu()["gpu"], boot())
-    found = json.loads(path.read_text()) if path.exists() else {}
+    found = _earlier(path)
     if (found.get("gpu"), found.get("boot")) != here or found.get("matrix_peak_tflops") is None:
         command = [sys.executable, "-m", "sweeps.ceilings", "--quick", "--rounds", "5"]
         try:
@@ -117,6 +119,20 @@ def cached_matrix_peak(output_dir: Path, device: str, timeout_s: float = 300.0) 
         partial.replace(path)
     peak = found.get("matrix_peak_tflops")
     return None if peak is None else float(peak)
+
+
+def _earlier(path: Path) -> dict[str, Any]:
+    """What was found before; nothing, and a line on stderr, where the file is not what was written."""
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text())
+        if isinstance(found, dict) and isinstance(found.get("matrix_peak_tflops"), (int, float, type(None))):
+            return found
+    except ValueError:  # no JSON, or no text
+        pass
+    print(f"{path}: got no ceilings, allowed a JSON object as sweeps.ceilings prints it; measuring them again", file=sys.stderr)
+    return {}
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
@@ -140,12 +156,17 @@ def _lines(found: dict[str, Any]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables, then one line of JSON."""
-    parser = argparse.ArgumentParser(prog="python -m sweeps.ceilings", description=(__doc__ or "").splitlines()[0])
+    mend_streams()
+    parser = Parser(prog="python -m sweeps.ceilings", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="leave out AdamW and the compiling of DeepSpeed's")
-    parser.add_argument("--num-elements", type=int, default=host_memory.NUM_ELEMENTS, help="length of every host array")
+    parser.add_argument(
+        "--num-elements", type=count(LEAST_ELEMENTS, 1 << 40), default=host_memory.NUM_ELEMENTS, help="length of every host array"
+    )
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--threads", type=int, default=cores, help="CPU threads; a CUDA run of the engine leaves two cores free")
-    parser.add_argument("--rounds", type=int, default=host_memory.ROUNDS, help="samples of every host kernel")
+    parser.add_argument(
+        "--threads", type=count(1, cores), default=cores, help="CPU threads; a CUDA run of the engine leaves two cores free"
+    )
+    parser.add_argument("--rounds", type=count(1, 10_000), default=host_memory.ROUNDS, help="samples of every host kernel")
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
     if not args.quick:

@@ -27,6 +27,7 @@ from matplotlib.ticker import MaxNLocator
 
 from analysis import style
 from analysis.timeline import LANES, OTHER, SUFFIX, Interval, Step, Timeline, digits, load_all, percent, profile_of, share, study_of
+from sweeps.command_line import Parser, mend_streams
 
 BAR = 0.8
 """Height of a bar, in lanes."""
@@ -179,7 +180,7 @@ def profile_notes(paths: Sequence[Path]) -> list[str]:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m analysis.figures.timeline", description="What each lane does in one step, and what of it is hidden."
     )
     parser.add_argument("files", nargs="+", metavar="FILE", type=Path, help=f"*{SUFFIX} of a cell measured with measure.trace=true")
@@ -190,6 +191,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line: tables, OUT.png, OUT.pdf; 2 and one line on standard error for bad input."""
+    mend_streams()
     options = _parse(arguments)
     files, labels = list(dict.fromkeys(options.files)), options.label or []
     try:

@@ -8,7 +8,6 @@ Invariant: the same rows give the same file: no times, no counters of runs, no p
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -20,6 +19,8 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from traitlets.config import Config
+
+from sweeps.command_line import Parser
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
@@ -71,7 +72,7 @@ def joined(outputs: Sequence[nbformat.NotebookNode]) -> list[nbformat.NotebookNo
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; 2 and one line on standard error where a name is unknown, 1 where a cell raises."""
-    parser = argparse.ArgumentParser(prog="python -m analysis.notebooks", description="Execute the notebooks.")
+    parser = Parser(prog="python -m analysis.notebooks", description="Execute the notebooks.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which (default: all of {', '.join(NAMES)})")
     names = parser.parse_args(arguments).names or NAMES
     unknown = sorted(set(names) - set(NAMES))
