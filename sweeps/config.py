@@ -6,7 +6,9 @@ and nothing else. What a user mistyped is a ValueError of one line: config path,
 
 from __future__ import annotations
 
+import math
 import shutil
+import stat
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
@@ -18,13 +20,16 @@ import torch
 
 from baselines.system import REGISTRY, ModelSpec, Shape, SystemSpec
 from engine import Recipe
-from sweeps.identity import PATHS, digest, hashed
+from sweeps.identity import PATHS, digest, flat, hashed
 from sweeps.memory import host_bytes
 
 COUNTS = ("num_micro_batches", "omp_num_threads")
 """Knobs that any system's group may add (+system.KNOB=N), for the best value differs from system to system: the parts that a step's
 sequences are accumulated in, in place of shape.num_micro_batches, and OMP_NUM_THREADS. 0 is neither; the system never sees them.
 `numactl`, likewise, is a string, and `huge_pages` true or false."""
+VALUED = ("--interleave", "--weighted-interleave", "--preferred", "--preferred-many", "--membind", "--cpunodebind", "--physcpubind")
+FLAGS = ("--localalloc", "--balancing", "--all")
+"""Options of numactl(8) that bind a process, in the one form that leaves no doubt which words are options."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 T = TypeVar("T")
 
@@ -90,6 +95,8 @@ class Logging:
 
     def __post_init__(self) -> None:
         _allow("logging.wandb", self.wandb, ("offline", "online", "disabled"))
+        if not self.project or len(self.project) > 128 or set(self.project) & set("/\\#?%:"):
+            raise ValueError(f"logging.project: got {self.project!r}, allowed 1 to 128 characters without / \\ # ? % :; correct it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +182,9 @@ def cell_from(config: Mapping[str, Any]) -> Cell:
     for group in config:
         if group not in known:
             raise ValueError(f"{group}: got {config[group]!r}, allowed {', '.join(sorted(known))}; remove it or correct its name")
+    for path, value in flat(config):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{path}: got {value}, allowed a finite number; correct it")
     require("system.", config["system"], ())
     system = dict(config["system"])
     name, dtype = str(system.pop("name", None)), str(system.pop("dtype", None))
@@ -184,6 +194,8 @@ def cell_from(config: Mapping[str, Any]) -> Cell:
     huge_pages = _typed("system.huge_pages", system.pop("huge_pages", False), bool)
     numactl = tuple(_typed("system.numactl", system.pop("numactl", ""), str).split())
     require_numactl(numactl)
+    if not isinstance(system.get("preset"), (str, type(None))):
+        raise ValueError(f"system.preset: got {system['preset']!r}, allowed null or text; write '\"{system['preset']}\"'")
     shape = build_group(Shape, "shape", config)
     if num_micro_batches:
         if shape.batch_size % num_micro_batches:
@@ -193,9 +205,9 @@ def cell_from(config: Mapping[str, Any]) -> Cell:
             )
         shape = replace(shape, num_micro_batches=num_micro_batches)
     cell = Cell(
-        experiment=str(config["experiment"]),
-        seed=_typed("seed", config["seed"], int),
-        output_dir=Path(_named("output_dir", config["output_dir"])),
+        experiment=_text("experiment", config["experiment"]),
+        seed=_seed(config["seed"]),
+        output_dir=_folder("output_dir", config["output_dir"]),
         system=name,
         dtype=dtype,
         options=system,
@@ -203,9 +215,9 @@ def cell_from(config: Mapping[str, Any]) -> Cell:
         huge_pages=huge_pages,
         time_limit_s=_limit("time_limit_s", config.get("time_limit_s")),
         numactl=numactl,
-        model=build_group(ModelSpec, "model", config),
+        model=_model(config),
         shape=shape,
-        recipe=build_group(Recipe, "recipe", config),
+        recipe=_recipe(config),
         data=build_group(Data, "data", config),
         measure=build_group(Measure, "measure", config),
         logging=build_group(Logging, "logging", config),
@@ -230,6 +242,11 @@ def require_numactl(arguments: Sequence[str]) -> None:
     if not arguments:
         return
     got = f"system.numactl: got {' '.join(arguments)!r}"
+    for word in arguments:  # what is no option is a command to numactl, which it would run
+        name, _, value = word.partition("=")
+        if name not in (VALUED if value else FLAGS):
+            allowed = ", ".join([*(f"{option}=NODES" for option in VALUED), *FLAGS])
+            raise ValueError(f"{got}, where {word!r} is not allowed, only {allowed}; correct it")
     if shutil.which("numactl") is None:
         raise ValueError(f"{got}, allowed nothing where numactl is not installed; install it or leave it out")
     done = subprocess.run(["numactl", *arguments, "true"], capture_output=True, text=True, check=False)
@@ -238,11 +255,50 @@ def require_numactl(arguments: Sequence[str]) -> None:
         raise ValueError(f"{got}, allowed what numactl(8) takes here ({said}); correct it")
 
 
-def _named(path: str, value: Any) -> str:
-    """Text that is not empty."""
+def _text(path: str, value: Any) -> str:
+    """Text that is not blank."""
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{path}: got {value!r}, allowed text that is not blank; give a name")
+    return value
+
+
+def _folder(path: str, value: Any) -> Path:
+    """A folder that is there, or could be as far as its name tells."""
     if not isinstance(value, str) or not value:
         raise ValueError(f"{path}: got {value!r}, allowed a path; name a folder")
-    return value
+    try:
+        kind = Path(value).stat().st_mode
+    except FileNotFoundError:
+        return Path(value)
+    except (OSError, ValueError) as error:  # below a file, too long a name, a null byte
+        told = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{path}: got {value!r} ({told}), allowed a folder that can be made; choose another") from None
+    if not stat.S_ISDIR(kind):
+        raise ValueError(f"{path}: got {value!r}, which is no folder, allowed one; choose another")
+    return Path(value)
+
+
+def _seed(value: Any) -> int:
+    """What torch takes for a seed and a command line can tell apart."""
+    seed = _typed("seed", value, int)
+    if not 0 <= seed < 1 << 63:
+        raise ValueError(f"seed: got {seed}, allowed 0 to 2^63 - 1; correct it")
+    return seed
+
+
+def _model(config: Mapping[str, Any]) -> ModelSpec:
+    """A named model with a config: without one, the library's default would be trained under the name."""
+    spec = build_group(ModelSpec, "model", config)
+    _text("model.name", spec.name)
+    if not spec.config:
+        raise ValueError(f"model.config: got nothing, allowed the config of {spec.name}; do not delete it (~model.config)")
+    return spec
+
+
+def _recipe(config: Mapping[str, Any]) -> Recipe:
+    recipe = build_group(Recipe, "recipe", config)
+    _at_least("recipe.total_steps", recipe.total_steps, 1)
+    return recipe
 
 
 def _limit(path: str, value: Any) -> float | None:
@@ -286,6 +342,8 @@ _TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool,
 def _typed(path: str, value: Any, kind: type[T]) -> T:
     """`value` as `kind`: an int passes for a float, None only where the field's own check allows it."""
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        if abs(value) > 1 << 1000:
+            raise ValueError(f"{path}: got an integer of {value.bit_length()} bits, allowed one that a float holds; correct it")
         return float(value)  # type: ignore[return-value]
     wrong = kind in _TYPES.values() and (not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)))
     if wrong and not (value is None and path.startswith("machine.")):

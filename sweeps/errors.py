@@ -5,9 +5,11 @@ Invariant: one line out for any error in; Hydra's and OmegaConf's paragraphs are
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import (
@@ -49,11 +51,20 @@ def one_line(error: BaseException, overrides: Sequence[str] = ()) -> str:
     if isinstance(error, OSError):
         where = f"{error.filename} ({error.strerror})" if error.filename else str(error)
         return f"output_dir: got {where}, allowed a folder that can be made and written; choose another or make it writable"
+    if _flat(error).startswith("Config group override must be a string"):
+        return _no_option(overrides)
     return _flat(error)
+
+
+def overrides_in(arguments: Sequence[str]) -> list[str]:
+    """Those of a command line that set or delete something."""
+    return [argument for argument in arguments if "=" in argument or argument.startswith("~")]
 
 
 def _missing_option(missing: str, options: Sequence[str]) -> str:
     group, _, got = missing.rpartition("/")
+    if not group:
+        return f"--config-name: got {got!r}, allowed config; leave it out"
     allowed = ", ".join(sorted(options)) or "none (there is no such group)"
     return f"{group or 'config'}: got {got!r}, allowed {allowed}; choose one of these"
 
@@ -79,17 +90,38 @@ def _typed_value(path: str, overrides: Sequence[str]) -> str:
 
 def _hydra(text: str, overrides: Sequence[str]) -> str:
     """Hydra's other complaints name the override; what to do follows it in their text."""
+    twice = re.match(r"Multiple values for ([\w/]+)|([\w/]+) appears more than once", text)
+    if twice:
+        group = twice[1] or twice[2]
+        got = " and ".join(item for item in overrides if item.lstrip("+").split("=")[0] == group)
+        return f"{group}: got {got}, which makes two of one group, allowed one; give one, without a plus if the group has a default"
     for override in overrides if "No match in the defaults list" in text else ():
         group, _, value = override.partition("=")
         if f"'{group}'" in text and (CONF / group).is_dir():
             return _without_plus(group, value)
-    named = next((item for item in overrides if item.lstrip("+~").split("=")[0] in text.replace("'", " ").split()), None)
+    words = text.replace("'", " ").split()
+    named = next((item for item in overrides if item in words or item.lstrip("+~").split("=")[0] in words), None)
     return f"{named.lstrip('+~').split('=')[0] if named else 'config'}: got {named or 'an override'}, not allowed here; {text}"
+
+
+def _no_option(overrides: Sequence[str]) -> str:
+    """A number, null or nothing was given for a group."""
+    for override in overrides:
+        group, _, value = override.partition("=")
+        if not group:
+            return f"command line: got {override!r}, allowed key=value; give the key"
+        if (CONF / group.lstrip("+")).is_dir() and value not in (names := _options(group.lstrip("+"))):
+            return f"{group.lstrip('+')}: got {value!r}, allowed {', '.join(names)}; choose one of these"
+    return "command line: got a number for a group, allowed the name of one of its files in conf; choose one"
+
+
+def _options(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
 def _without_plus(group: str, value: str) -> str:
     """A group that is laid over the others is not among them until a plus puts it there."""
-    names = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    names = _options(group)
     if value in names:
         return f"{group}: got {value!r} without a plus, allowed with one; give +{group}={value}"
     folder = f", or choose a folder for a study of your own, output_dir=outputs/{value}" if group == "experiment" else ""
@@ -97,8 +129,13 @@ def _without_plus(group: str, value: str) -> str:
 
 
 def parse(overrides: Sequence[str]) -> list[Any]:
-    """Parsed overrides; OverrideParseException for one that is not key=value."""
-    return OverridesParser.create().parse_overrides(list(overrides))
+    """Parsed overrides; OverrideParseException for one that is not key=value.
+
+    A sweep by glob(...) can be walked through where Hydra is initialised, whose files it chooses from.
+    """
+    there = GlobalHydra.instance()
+    loader = there.config_loader() if there.is_initialized() else None
+    return OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
 
 
 def _flat(error: object) -> str:

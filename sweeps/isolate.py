@@ -193,6 +193,8 @@ def verdict(error: BaseException) -> tuple[str, str]:
         return "nonfinite", text
     if isinstance(error, Unsupported):
         return "unsupported", text
+    if isinstance(error, ImportError) or "InvalidCxxCompiler" in f"{type(error).__name__} {text}":
+        return "unsupported", f"not installed here, or without this: {type(error).__name__}: {text}"
     if isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and "CUDA error: out of memory" in text):
         return "oom_device", text.split(". If reserved")[0]
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:

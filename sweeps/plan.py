@@ -10,6 +10,7 @@ rates, so the picture cannot say what the engine would not do.
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,18 +20,24 @@ from omegaconf import OmegaConf
 
 from baselines.megatrain import build as build_engine
 from baselines.model import count_params
+from baselines.model_check import require_runnable
 from baselines.system import SystemSpec, Unsupported, build
 from engine import Machine, MegaTrain, Plan, Rates, Timeline
 from sweeps import auto, environment
 from sweeps.cell import fits
+from sweeps.command_line import mend_streams
 from sweeps.config import Cell, cell_from, require
-from sweeps.errors import USER_ERRORS, one_line, parse
+from sweeps.errors import USER_ERRORS, one_line, overrides_in, parse
 
 WIDTH = 60
 """Characters of a bar."""
 SHADES = " ░▒▓█"
 LANES = (("compute", "compute"), ("h2d", "load"), ("d2h", "store"), ("fetch", "fetch"), ("copy", "copies"), ("cpu", "CPU AdamW"))
 """Lane -> what it is called, in the order in which they are drawn."""
+NEEDED = {"machine": ("device_bytes", "host_bytes"), "recipe": ("total_steps",), "model": ("name",)}
+"""Fields that are read before the config is checked, where rates are given."""
+RATES = (1.0, 1e24)
+"""What happens in a second: less than one, or more than a yotta, is a slip of the pen."""
 MEMORY = ("device_memory", "host_memory")
 """Fields of a rates file that are sizes."""
 
@@ -46,11 +53,14 @@ def compose_plan(overrides: Sequence[str]) -> tuple[Cell, Machine | None]:
     if not given:
         return cell_from(auto.resolve(OmegaConf.create(plain))), None
     require("", plain, ("machine", "measure", "model", "recipe", "system", "shape"))
+    for group, names in NEEDED.items():
+        require(f"{group}.", plain[group], names)
     _check_rates(given)
     plain["machine"] |= {"device": "cuda"} | {
         name: plain["machine"][name] or given[memory] for name, memory in zip(("device_bytes", "host_bytes"), MEMORY, strict=True)
     }
-    plain["recipe"]["total_steps"] = plain["recipe"]["total_steps"] or 1
+    if plain["recipe"]["total_steps"] is None:
+        plain["recipe"]["total_steps"] = 1
     if plain["model"]["name"] == "auto":
         raise ValueError("model: got 'auto', allowed the name of a model where rates are given; for example model=qwen2.5-7b")
     rates = Rates(**{name: float(value) for name, value in given.items() if name not in (*MEMORY, "name")})
@@ -79,8 +89,9 @@ def _check_rates(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name not in allowed:
             raise ValueError(f"rates.{name}: got {value!r}, allowed fields {', '.join(allowed)}; remove it or correct its name")
-        if name != "name" and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
-            raise ValueError(f"rates.{name}: got {value!r}, allowed a number > 0; see conf/rates for an example")
+        known = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if name != "name" and not (known and RATES[0] <= value <= RATES[1]):
+            raise ValueError(f"rates.{name}: got {value!r}, allowed a number from 1 to 1e24; see conf/rates for an example")
 
 
 def planned(cell: Cell, machine: Machine | None) -> tuple[Plan, Any]:
@@ -137,6 +148,7 @@ def timeline_lines(timeline: Timeline) -> list[str]:
 
 def report(cell: Cell, machine: Machine | None) -> list[str]:
     """All lines of the answer."""
+    require_runnable(cell.model)
     plan, system = planned(cell, machine)
     had = dict(environment.machine(cell.machine, None))
     num_params, shape = count_params(cell.spec().model).total, cell.shape
@@ -187,12 +199,17 @@ def rate_card(rates: Rates) -> str:
 
 def main() -> int:
     """Print the plan; 2 and one line where the command line is wrong or the system cannot run, 1 where there is no room."""
+    mend_streams()
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what it warns of is an error here
     try:
         lines = report(*compose_plan(sys.argv[1:]))
     except (*USER_ERRORS, Unsupported) as error:
-        print(one_line(error, [argument for argument in sys.argv[1:] if "=" in argument]), file=sys.stderr)
+        print(one_line(error, overrides_in(sys.argv[1:])), file=sys.stderr)
         return 2
-    print("\n".join(lines))
+    try:
+        print("\n".join(lines), flush=True)
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return int(lines[-1] != "fits")
 
 

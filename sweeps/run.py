@@ -12,6 +12,9 @@ exit code 2 (HYDRA_FULL_ERROR=1 shows the traceback).
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import importlib.util
 import math
 import os
 import signal
@@ -19,8 +22,10 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import hydra
 import psutil
@@ -29,11 +34,20 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 
 from sweeps import auto, forecast, study, tuner
+from sweeps.command_line import mend_streams
 from sweeps.config import Cell
-from sweeps.errors import USER_ERRORS, one_line, parse
+from sweeps.errors import USER_ERRORS, one_line, overrides_in, parse
+
+
+def _process_began() -> float:
+    try:
+        return time.monotonic() - (time.time() - psutil.Process().create_time())
+    except (psutil.Error, OSError):  # no /proc
+        return time.monotonic()
+
 
 REPEAT = "measure.repeat"
 SYSTEMS = auto.CONF / "system"
@@ -41,10 +55,14 @@ PLANNED: list[Cell] = []
 """The cells of this command, in order; empty in a process that a launcher started, and under other sweepers."""
 FORECAST = forecast.Forecast([], {})
 """Of PLANNED."""
-STARTED = time.monotonic() - (time.time() - psutil.Process().create_time())
+STARTED = _process_began()
 """When this process began, on time.monotonic's clock: what a time limit counts from."""
 LATE: list[Cell] = []
 """Cells that the time limit left out or stopped."""
+MOST_CELLS = 1000
+"""Composing takes a quarter of a second a cell."""
+TOLD_JOBS = 100
+"""Sweeps of more cells say that they are being composed."""
 UNFINISHED = 75
 """Exit code where there are some, for a script that gives the command again: EX_TEMPFAIL of sysexits.h."""
 
@@ -68,20 +86,20 @@ def command_of(argv: Sequence[str]) -> Command:
 
     ValueError or Hydra's own errors for what is wrong with it.
     """
-    parser = get_args_parser()
-    parser.error = _refuse_flag  # type: ignore[method-assign]
-    args = parser.parse_args(list(argv))
-    if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion or args.experimental_rerun:
-        return Command(argv=list(argv))
+    args, argv = _parsed(argv)
+    if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion:
+        return Command(argv=argv)
     tuner.require(args.overrides)
     extra = [f"hydra.searchpath=[file://{os.path.abspath(args.config_dir)}]"] if args.config_dir else []
     name = args.config_name or "config"
-    parsed = parse(args.overrides)
     with initialize_config_dir(str(args.config_path or auto.CONF), version_base="1.3"):
+        parsed = parse(args.overrides)
         fixed = [item.input_line for item in parsed if not item.is_sweep_override()]
         base = compose(name, [*fixed, *extra], return_hydra_config=True)
         if not args.multirun and base.hydra.mode != RunMode.MULTIRUN:
-            return Command(cells=[study.compose_cell(compose(name, [*args.overrides, *extra]))], argv=list(argv))
+            swept = len(fixed) < len(parsed)  # which composing refuses
+            alone = compose(name, [*args.overrides, *extra]) if swept else _without_hydra(base)
+            return Command(cells=[study.compose_cell(alone)], argv=argv)
         tune = base.hydra.runtime.choices.get("tune")
         if base.get("time_limit_s") is not None and not ((tune or _basic(base.hydra.sweeper)) and _basic(base.hydra.launcher)):
             raise ValueError(
@@ -90,17 +108,23 @@ def command_of(argv: Sequence[str]) -> Command:
             )
         system = str(base.hydra.runtime.choices["system"])
         if tune:
+            tuner.require_trials(base.hydra.sweeper)
             HydraConfig.instance().set_config(base)  # the study is called after hydra:runtime.choices.system
             start = study.compose_cell(compose(name, [*fixed, *extra]))
-            return Command(cells=[start], argv=list(argv), tune=tune, system=system)
+            return Command(cells=[start], argv=argv, tune=tune, system=system)
         if not _basic(base.hydra.sweeper):
-            return Command(cells=[], argv=list(argv))
+            return Command(cells=[], argv=argv)
         overrides = [*(f"{key}={value}" for key, value in (base.hydra.sweeper.params or {}).items()), *args.overrides]
         if any(override.startswith(f"{REPEAT}=") for override in overrides):
             overrides = in_rounds(overrides)
-            flags = [argument for argument in argv if argument not in args.overrides]
-            argv = [*flags, *overrides, "hydra.sweeper.params=null"]
+            argv = [*argv[: -len(args.overrides) or None], *overrides, "hydra.sweeper.params=null"]
+        batch = base.hydra.sweeper.max_batch_size
+        if batch is not None and batch < 1:
+            raise ValueError(f"hydra.sweeper.max_batch_size: got {batch}, allowed null or >= 1; leave it out")
+        _require_countable(parse(overrides))
         jobs = BasicSweeper.split_arguments(parse(overrides), None)[0]
+        if len(jobs) > TOLD_JOBS:
+            print(f"{base.experiment}: composing {len(jobs)} cells, {0.25 * len(jobs):.0f} s or more", flush=True)
         first = study.compose_cell(compose(name, [*jobs[0], *extra])).measure
         # Composing takes a quarter of a second a job, which those left out are spared.
         kept = [job for job in jobs if not left_out(_repeat(job) or first.repeat, first.repeated, _value(job, "system") or system)]
@@ -109,7 +133,50 @@ def command_of(argv: Sequence[str]) -> Command:
             raise ValueError(
                 f"measure.repeated: got {repeated}, which leaves no cell of this sweep, allowed one of its systems; add it"
             )
-        return Command(cells=[study.compose_cell(compose(name, [*job, *extra])) for job in kept], argv=list(argv))
+        return Command(cells=[study.compose_cell(compose(name, [*job, *extra])) for job in kept], argv=argv)
+
+
+def _without_hydra(composed: DictConfig) -> DictConfig:
+    """The job's part of a composed config, as `compose` gives it on its own."""
+    alone = composed.copy()
+    with open_dict(alone):
+        del alone["hydra"]
+    return alone
+
+
+def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The command line as Hydra reads it, and in the order that Hydra takes: flags first. ValueError, one line."""
+    parser = get_args_parser()
+    parser.error = _refuse_flag  # type: ignore[method-assign]
+    args = parser.parse_intermixed_args(list(argv))
+    if args.experimental_rerun:
+        _refuse_flag(f"--experimental-rerun {args.experimental_rerun}, which would load a pickle")
+    if args.package and not args.cfg:
+        _refuse_flag(f"--package {args.package} without --cfg")
+    for flag, folder in (("--config-dir", args.config_dir), ("--config-path", args.config_path)):
+        if folder is not None and not Path(folder).is_dir():
+            raise ValueError(f"{flag}: got {folder!r}, allowed a folder of YAML files; correct it")
+    return args, [*(item for item in argv if item not in args.overrides), *args.overrides]
+
+
+def _require_countable(parsed: Sequence[Any]) -> None:
+    """ValueError, one line, for a sweep over nothing, or over more cells than anybody means to measure."""
+    num_cells = 1
+    for item in parsed:
+        if not item.is_sweep_override():
+            continue
+        given = f"{item.key_or_group}: got {item.get_value_string()}"
+        if not item.is_discrete_sweep():
+            raise ValueError(f"{given}, allowed values that can be counted; give them one by one, or by range(...)")
+        try:
+            length = len(list(islice(item.sweep_string_iterator(), MOST_CELLS + 1)))
+        except (IndexError, ValueError):  # Hydra's, for a range that runs away from its end or stands still
+            length = 0
+        if not length:
+            raise ValueError(f"{given}, which is no value at all, allowed one or more; correct it")
+        num_cells *= length
+        if num_cells > MOST_CELLS:
+            raise ValueError(f"{given}, which makes more than {MOST_CELLS} cells, allowed as many in one command; split the sweep")
 
 
 def _basic(plugin: DictConfig) -> bool:
@@ -216,9 +283,16 @@ def _full_error() -> bool:
     return os.environ.get("MEGATRAIN_FULL_ERROR") == "1"
 
 
+def _require_report() -> None:
+    """ValueError, one line, where the report after the last cell could not be made."""
+    for package in ("matplotlib", "pandas", "rich"):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"command line: got no package {package}, allowed with it, for the report; run pip install -e .")
+
+
 def fail(error: BaseException) -> NoReturn:
     """One line on stderr, exit code 2."""
-    print(one_line(error, [argument for argument in sys.argv[1:] if "=" in argument]), file=sys.stderr, flush=True)
+    print(one_line(error, overrides_in(sys.argv[1:])), file=sys.stderr, flush=True)
     sys.exit(2)
 
 
@@ -231,10 +305,12 @@ def main() -> int:
     global FORECAST
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
         os.environ["MEGATRAIN_FULL_ERROR"] = "1"
+    mend_streams()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands us its errors instead of printing them
     signal.signal(signal.SIGTERM, _interrupt)
     auto.register()
     try:
+        _require_report()
         command = command_of(sys.argv[1:])
         PLANNED[:] = command.cells or []
         limit_s = next((cell.time_limit_s for cell in PLANNED), None)
@@ -259,7 +335,8 @@ def main() -> int:
         return 130
     finally:
         for folder in {cell.output_dir for cell in PLANNED}:
-            study.tidy(folder)
+            with contextlib.suppress(OSError):  # what it is about has been said
+                study.tidy(folder)
 
 
 if __name__ == "__main__":

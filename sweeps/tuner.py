@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from sweeps import auto, environment, study
 from sweeps.config import Cell
@@ -41,6 +41,14 @@ def require(overrides: Sequence[str]) -> None:
             f"tune: got {asked[-1].partition('=')[2]!r}, allowed where hydra-optuna-sweeper is installed; "
             "run pip install -c constraints.txt -e '.[tune]'"
         )
+
+
+def require_trials(sweeper: DictConfig) -> None:
+    """ValueError, one line, where a search would try nothing."""
+    for name in ("n_trials", "n_jobs"):
+        value = sweeper.get(name)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"hydra.sweeper.{name}: got {value!r}, allowed an integer >= 1; correct it")
 
 
 def trials(start: Cell) -> list[Row]:

@@ -1,6 +1,7 @@
 """Every YAML composes; a cell's hash covers what changes a measurement and nothing else."""
 
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -220,19 +221,33 @@ def test_numactl_is_asked_for_by_its_arguments(monkeypatch: pytest.MonkeyPatch, 
 
         def answers(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
             tried.append(command)
-            return subprocess.CompletedProcess(command, 1 if "--bogus" in command else 0, "", "usage: numactl\nmore\n")
+            return subprocess.CompletedProcess(command, 1 if "--membind=9" in command else 0, "", "usage: numactl\nmore\n")
 
         monkeypatch.setattr("sweeps.config.subprocess.run", answers)
         cell = composed(override)
         assert tried == [["numactl", "--cpunodebind=0", "--preferred=0", "true"]]
-        with pytest.raises(ValueError, match=r"'--bogus', allowed what numactl\(8\) takes here \(usage: numactl\); correct it"):
-            composed("+system.numactl=--bogus")
+        with pytest.raises(ValueError, match=r"'--membind=9', allowed what numactl\(8\) takes here \(usage: numactl\); correct it"):
+            composed("+system.numactl='--membind=9'")
         assert cell.numactl == ("--cpunodebind=0", "--preferred=0")
         assert "numactl" not in cell.options
         assert cell.hash != composed().hash
     else:
         with pytest.raises(ValueError, match="allowed nothing where numactl is not installed; install it or leave it out"):
             composed(override)
+
+
+@pytest.mark.parametrize("words", ["touch PATH", "--cpunodebind=0 touch PATH", "--file=PATH --touch", "--cpunodebind 0 touch PATH"])
+def test_numactl_starts_no_other_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: str) -> None:
+    """With a numactl that runs what follows its options, as the real one does."""
+    numactl = tmp_path / "numactl"
+    numactl.write_text('#!/bin/sh\nfor word; do case "$word" in -*|[0-9]*) shift;; *) break;; esac; done\nexec "$@"\n')
+    numactl.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    config.require_numactl.cache_clear()
+    assert composed("+system.numactl='--cpunodebind=0'").numactl == ("--cpunodebind=0",)
+    with pytest.raises(ValueError, match=r"system\.numactl: got"):
+        composed(f"+system.numactl='{words.replace('PATH', str(tmp_path / 'made'))}'")
+    assert not (tmp_path / "made").exists()
 
 
 def plan_here(command: list[str], *, input: str, **_: object) -> subprocess.CompletedProcess[str]:
