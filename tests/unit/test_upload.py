@@ -32,7 +32,7 @@ CONFIG = {
     "measure": {"warmup_steps": 1, "windows": 2, "steps_per_window": 2, "timeout_s": 9.5},
     "machine": {"device": "cuda", "host_bytes": None, "device_bytes": None},
 }
-NO_KEY = {"WANDB_API_KEY": "", "HOME": "/nonexistent", "NETRC": "/nonexistent"}
+NO_KEY = {"WANDB_API_KEY": "", "HOME": "/dev/null", "NETRC": "/nonexistent"}
 NO_NETWORK = {"WANDB_API_KEY": "0123456789" * 4, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_HTTP_TIMEOUT": "2"}
 
 
