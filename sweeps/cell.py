@@ -9,11 +9,9 @@ machine; its events leave on a pipe as JSON lines, and its stdout and stderr are
 from __future__ import annotations
 
 import argparse
-import ctypes
 import dataclasses
 import json
 import os
-import signal
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -21,9 +19,6 @@ from typing import Any
 from sweeps import environment, flops
 from sweeps.config import Cell, cell_from
 from sweeps.isolate import guarded
-
-PR_SET_PDEATHSIG = 1
-"""linux/prctl.h"""
 
 
 class Emitter:
@@ -150,8 +145,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--events-fd", type=int, required=True)
     emit = Emitter(parser.parse_args().events_fd)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed parent leaves no cell behind
     config = json.load(sys.stdin)
     rates = config.pop("rates", None)
     cell = cell_from(config)

@@ -64,7 +64,7 @@ def survey(cells: Sequence[Cell], timeout_s: float = SURVEY_S) -> Survey:
     )
     found = Survey()
     for event in (event for event in told.events if event["event"] == "seen"):
-        for cell in firsts[event["cell"]]:
+        for cell in firsts.get(event["cell"], []):
             if event["refusal"]:
                 found.refused[cell.hash] = Outcome(status="wont_fit", reason=event["refusal"], events=event["told"])
                 found.step_s[cell.hash] = 0.0

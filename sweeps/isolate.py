@@ -1,29 +1,31 @@
 """A fresh process for every cell, and a verdict whatever becomes of it.
 
-Invariant: nothing a cell does (crash, hang, SIGKILL, running out of memory) reaches the parent but as an `Outcome`;
-a parent that stops takes its cell with it. The one place with a broad except.
+Invariant: nothing a cell does (crash, hang, SIGKILL, running out of memory, bytes that are no event) reaches the parent but as
+an `Outcome`; when that is there, nothing that the cell started is alive; a parent that stops, however, takes both with it
+(sweeps/keeper.py). The one place with a broad except.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from sweeps import keeper
+from sweeps.events import MAX_BYTES, event_of
 from sweeps.memory import DeviceSampler, Sampler
 
 Event = Mapping[str, Any]
-"""{"event": name, ...}: plan, predicted, phase, step, losses, done, heldout, failed, invalid from the cell; seen from a look at
-many (sweeps.check); memory from the parent."""
+"""{"event": name, ...}: those of sweeps/events.py from the cell, memory from the parent."""
 POLL_S = 0.05
 
 
@@ -67,111 +69,136 @@ def run_isolated(
     configuration is invalid.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
-    read_end, write_end = os.pipe()
-    command = [*starter, sys.executable, "-m", module, "--events-fd", str(write_end)]
-    with log.open("wb") as output:
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            pass_fds=(write_end,),
-            start_new_session=True,
-            env={**os.environ, **(env or {})},
-        )
-    os.close(write_end)
-    outcome = Outcome()
-    sampler = Sampler(child.pid, device)
+    started, outcome = time.monotonic(), Outcome()
+    kept = Kept([*starter, sys.executable, "-m", module], config, log, {**os.environ, **(env or {})})
     try:
-        _send(child, config)
-        timed_out = _watch(child, read_end, sampler, outcome, on_event, started + timeout_s)
+        sampler = Sampler(kept.pid, device)
+        outcome.timed_out = _watch(kept, sampler, outcome, on_event, started + timeout_s)
     finally:
-        _kill(child)
-        os.close(read_end)
+        exit_code = kept.end()
     outcome.cell_s = time.monotonic() - started
     outcome.peak_host_bytes, outcome.peak_host = sampler.peak_host_bytes, sampler.peak_host
     outcome.peak_device_nvml_bytes = sampler.peak_device_bytes
-    outcome.timed_out = timed_out
-    _judge(outcome, child.returncode, timeout_s, log)
+    _judge(outcome, exit_code, timeout_s, log)
     return outcome
 
 
-def _send(child: subprocess.Popen[bytes], config: Mapping[str, Any]) -> None:
-    assert child.stdin is not None
-    with contextlib.suppress(BrokenPipeError), child.stdin as stdin:  # a child that died at once is judged by its exit
-        stdin.write(json.dumps(config).encode())
+class Kept:
+    """A cell that was started under a keeper: its pid, and the end of the pipe that its events leave on."""
+
+    def __init__(self, command: Sequence[str], config: Mapping[str, Any], log: Path, env: Mapping[str, str]) -> None:
+        self._others = keeper.descendants()
+        self._socket, theirs = socket.socketpair()
+        self.events, pipe = os.pipe()
+        keep = [sys.executable, "-I", "-S", keeper.__file__, str(theirs.fileno()), str(pipe)]
+        with theirs, os.fdopen(pipe, "wb"), log.open("wb") as output, _stdin(config) as stdin:
+            self.keeper = subprocess.Popen(
+                [*keep, *command, "--events-fd", str(pipe)],
+                stdin=stdin,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(), pipe),
+                start_new_session=True,
+                env=env,
+            )
+        keeper.adopt_orphans(True)  # those of a keeper that somebody kills
+        self._told = self._socket.makefile("rb")
+        self.pid = int(self._told.readline() or self.keeper.pid)
+
+    def end(self) -> int:
+        """End it and all that it started; its exit code, or the negative number of its signal."""
+        self._socket.shutdown(socket.SHUT_WR)
+        self.keeper.wait()
+        keeper.end_descendants(besides=self._others)
+        keeper.adopt_orphans(False)
+        os.close(self.events)
+        with self._socket, self._told as told:
+            return int(told.readline() or self.keeper.returncode)
+
+
+def _stdin(config: Mapping[str, Any]) -> BinaryIO:
+    """A file in memory, which holds nobody up: a cell that hangs would not empty a pipe."""
+    file = os.fdopen(os.memfd_create("config"), "w+b")
+    file.write(json.dumps(config).encode())
+    file.seek(0)
+    return file
 
 
 def _watch(
-    child: subprocess.Popen[bytes],
-    read_end: int,
+    kept: Kept,
     sampler: Sampler,
     outcome: Outcome,
     on_event: Callable[[Event], None],
     deadline: float,
 ) -> bool:
-    """Pass events on and sample memory until the cell ends; True when the deadline came first."""
-    selector, buffer = selectors.DefaultSelector(), b""
-    selector.register(read_end, selectors.EVENT_READ)
-    while True:
-        if selector.select(POLL_S):
-            chunk = os.read(read_end, 1 << 16)
-            if not chunk:
+    """Pass events on and sample memory until the cell ends, or sends what is none; True when the deadline came first."""
+    buffer = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(kept.events, selectors.EVENT_READ)
+        while True:
+            if selector.select(POLL_S):
+                chunk = os.read(kept.events, 1 << 16)
+                if not chunk:
+                    break
+                *lines, buffer = (buffer + chunk).split(b"\n")
+                for line in (*lines, *([buffer] if len(buffer) > MAX_BYTES else [])):
+                    if not _take(line, sampler, outcome, on_event):
+                        return False
+            elif kept.keeper.poll() is not None:
                 break
-            *lines, buffer = (buffer + chunk).split(b"\n")
-            for line in lines:
-                event = json.loads(line)
-                if event["event"] not in ("step", "phase"):
-                    outcome.events.append(event)
-                if event["event"] == "losses" and event["first_step"] == 0:  # every byte of training has been touched
-                    sampler.hurry()
-                on_event(event)
-        elif child.poll() is not None:
-            break  # a grandchild may hold the pipe open after the cell is gone
-        if not outcome.last("done") and (now := sampler.poll()) is not None:  # what comes after is no part of the measurement
-            on_event({"event": "memory", **now})
-        if time.monotonic() > deadline:
-            return True
+            # What comes after the measurement is no part of it.
+            if not outcome.last("done") and (now := sampler.poll()) is not None:
+                on_event({"event": "memory", **now})
+            if time.monotonic() > deadline:
+                return True
     try:
-        child.wait(timeout=max(0.1, min(30.0, deadline - time.monotonic())))
+        kept.keeper.wait(timeout=max(0.1, min(30.0, deadline - time.monotonic())))
     except subprocess.TimeoutExpired:
         return not outcome.last("done") and not outcome.last("failed")
     return False
 
 
-def _kill(child: subprocess.Popen[bytes]) -> None:
-    """End the cell's whole process group, and reap it."""
-    if child.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-    else:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)  # what it started and left behind
+def _take(line: bytes, sampler: Sampler, outcome: Outcome, on_event: Callable[[Event], None]) -> bool:
+    """Pass one event on; False for what is none, which is the cell's failure."""
+    try:
+        event = event_of(line)
+    except ValueError as error:
+        outcome.events.append({"event": "failed", "status": "error", "reason": str(error)})
+        return False
+    if event["event"] not in ("step", "phase"):
+        outcome.events.append(event)
+    if event["event"] == "losses" and event["first_step"] == 0:  # all of training was touched
+        sampler.hurry()
+    on_event(event)
+    return True
 
 
-def _judge(outcome: Outcome, returncode: int, timeout_s: float, log: Path) -> None:
-    invalid = next((event for event in outcome.events if event["event"] == "invalid"), None)
-    failed = outcome.last("failed")
-    if invalid:
-        raise ValueError(invalid["reason"])
+def _judge(outcome: Outcome, exit_code: int, timeout_s: float, log: Path) -> None:
+    failed, invalid = outcome.last("failed"), outcome.last("invalid")
     killed = f"killed after measure.timeout_s = {timeout_s:g} s; raise it, or see {log}" if outcome.timed_out else ""
-    if outcome.last("done"):  # measured; what failed later, a trace, costs no number
+    measured = any(event["event"] == "losses" and event["seconds"] for event in outcome.events)
+    if outcome.last("done") and measured:  # what failed later, a trace, costs no number
         later = failed["reason"] if failed else killed
         outcome.status, outcome.reason = "ok", f"after the measurement: {later}" if later else outcome.reason
+    elif invalid:
+        raise ValueError(invalid["reason"])
     elif failed:
         outcome.status, outcome.reason = failed["status"], failed["reason"]
     elif outcome.timed_out:
         outcome.status, outcome.reason = "timeout", killed
-    elif returncode == -signal.SIGKILL:
+    elif exit_code == -signal.SIGKILL:
         outcome.status, outcome.reason = (
             "oom_host",
             "the cell was killed with SIGKILL: out of host memory, or by hand; run again to retry",
         )
     else:
-        how = f"signal {signal.Signals(-returncode).name}" if returncode < 0 else f"exit {returncode}"
+        how = f"exit {exit_code}" if exit_code >= 0 else f"signal {_signal(-exit_code)}"
         outcome.status, outcome.reason = "error", f"the cell ended with {how}: {tail(log)} (all of it in {log})"
+
+
+def _signal(number: int) -> str:
+    """A signal's name; those of real time have none."""
+    return next((known.name for known in signal.Signals if known == number), str(number))
 
 
 def tail(log: Path, limit: int = 300) -> str:

@@ -68,8 +68,13 @@ def first_step_of(output: Path, *overrides: str, cell: int = 1) -> Iterator[tupl
         firsts = (line for line in parent.stdout if "step 1/" in line)
         for _ in range(cell):
             next(firsts)
-        (child,) = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
-        yield parent, int(child)
+        (keeper,) = children(parent.pid)
+        (cell_pid,) = children(keeper)
+        yield parent, cell_pid
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.mark.parametrize(

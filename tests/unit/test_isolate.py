@@ -2,11 +2,11 @@
 
 import dataclasses
 import itertools
+import json
 import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +16,20 @@ import pytest
 import torch
 
 from engine import NonFiniteLossError
-from sweeps import auto, memory, study
+from sweeps import auto, check, memory, study
 from sweeps.isolate import Outcome, run_isolated, verdict
 from sweeps.memory import NoDevice, Sampler, host_bytes
 from sweeps.result import read_rows
 from sweeps.run import command_of
+
+WINDOW = {"event": "losses", "first_step": 0, "losses": [1.0], "seconds": 1.0, "num_tokens": 9, "counters": {}}
+DONE = {"event": "done", "counters": {}, "allocated_bytes": None, "reserved_bytes": None}
+FAILED = {"event": "failed", "status": "error", "reason": "no trace"}
+
+
+def says(*events: Any) -> str:
+    """A line of a cell that sends these."""
+    return f"os.write(fd, {b''.join(json.dumps(event).encode() + bytes([10]) for event in events)!r})"
 
 
 def isolated(
@@ -46,7 +55,7 @@ STARTERS = [
 def test_a_cell_can_be_started_through_another_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starter: tuple[str, ...], seen: str
 ) -> None:
-    body = f"os.write(fd, b'{{\"event\": \"done\"}}\\n' if {seen} else b'')"
+    body = f"if {seen}: {says(WINDOW, DONE)}"
     assert isolated(tmp_path, monkeypatch, body, starter=starter).status == "ok"
     assert isolated(tmp_path, monkeypatch, body, starter=("env", "ASKED=0")).status == "error"
 
@@ -54,14 +63,12 @@ def test_a_cell_can_be_started_through_another_command(
 @pytest.mark.parametrize(
     ("body", "status", "reason"),
     [
-        ('os.write(fd, b\'{"event": "done"}\\n\')', "ok", ""),
-        (
-            'os.write(fd, b\'{"event": "done"}\\n{"event": "failed", "status": "error", "reason": "no trace"}\\n\'); sys.exit(1)',
-            "ok",
-            "after the measurement: no trace",
-        ),
+        (says(WINDOW, DONE), "ok", ""),
+        (says(WINDOW, DONE, FAILED) + "; sys.exit(1)", "ok", "after the measurement: no trace"),
+        (says(DONE), "error", "exit 0"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "oom_host", "SIGKILL"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", "error", "SIGSEGV"),
+        ("os.kill(os.getpid(), 40)", "error", "the cell ended with signal 40: no output"),
         ("print('last words'); sys.exit(3)", "error", "exit 3: last words"),
         ("raise RuntimeError('boom')", "error", "RuntimeError: boom"),
     ],
@@ -72,28 +79,97 @@ def test_every_end_has_a_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert reason in outcome.reason
 
 
-def test_a_hanging_cell_and_its_children_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    body = "import subprocess\nchild = subprocess.Popen(['sleep', '600'])\nopen('%s', 'w').write(str(child.pid))\ntime.sleep(600)"
-    outcome = isolated(tmp_path, monkeypatch, body % (tmp_path / "pid"), timeout_s=3.0)
-    assert outcome.status == "timeout"
-    status = Path(f"/proc/{(tmp_path / 'pid').read_text()}/status")
-    deadline = time.monotonic() + 10
-    while (left := _read_or_empty(status)) and "Z (zombie)" not in left and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not left or "Z (zombie)" in left
+PLAN = {
+    "event": "plan",
+    "plan": {"device": {}, "host": {"weights": 4}},
+    "dtypes": {"weights": "float32"},
+    "caveat": None,
+    "num_params": 1,
+    "flops_per_token": {"6p": 6.0, "paper": None},
+    "tokens_per_step": 9,
+}
+NO_EVENTS = {
+    "bytes": b"\xff\xfe plain \x00",
+    "text": b"Traceback (most recent call last):",
+    "nested": b"[" * 100_000,
+    "digits": b"9" * 10_000,
+    "surrogate": json.dumps({"event": "phase", "name": "\ud800"}).encode(),
+    "list": b"[]",
+    "nameless": b"{}",
+    "numbered": b'{"event": 3}',
+    "unknown": b'{"event": "rumour"}',
+    "failed-fields": b'{"event": "failed"}',
+    "failed-status": json.dumps(FAILED | {"status": "ok"}).encode(),
+    "invalid-fields": b'{"event": "invalid"}',
+    "invalid-type": b'{"event": "invalid", "reason": ["seed: got 3"]}',
+    "losses-text": json.dumps(WINDOW | {"losses": ["1.0"]}).encode(),
+    "losses-none": json.dumps(WINDOW | {"losses": []}).encode(),
+    "seconds-zero": json.dumps(WINDOW | {"seconds": 0}).encode(),
+    "seconds-nan": json.dumps(WINDOW | {"seconds": float("nan")}).encode(),
+    "tokens-huge": json.dumps(WINDOW | {"num_tokens": 10**400}).encode(),
+    "counters-list": json.dumps(DONE | {"counters": []}).encode(),
+    "done-fields": b'{"event": "done"}',
+    "plan-null": json.dumps(PLAN | {"plan": None}).encode(),
+    "plan-text": json.dumps(PLAN | {"plan": {"device": {}, "host": {"weights": "4"}}}).encode(),
+    "flops-text": json.dumps(PLAN | {"flops_per_token": {"6p": "6"}}).encode(),
+    "prediction": b'{"event": "predicted", "prediction": {"step_s": 1.0}}',
+    "told": b'{"event": "seen", "cell": "x", "told": [{}], "refusal": null, "step_s": null}',
+}
 
 
-def _read_or_empty(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:  # the process is gone
-        return ""
+@pytest.mark.parametrize("sent", NO_EVENTS.values(), ids=NO_EVENTS)
+def test_what_is_no_event_is_the_cells_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    outcome = isolated(tmp_path, monkeypatch, f"os.write(fd, {sent!r} + bytes([10])); time.sleep(60)")
+    assert outcome.status == "error"
+    assert outcome.reason.startswith("the cell sent ")
+    assert "\n" not in outcome.reason
+
+
+def test_what_is_no_event_costs_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = f"{says(PLAN, WINDOW, DONE)}; os.write(fd, b'gibberish' + bytes([10])); time.sleep(60)"
+    outcome = isolated(tmp_path, monkeypatch, body)
+    said = "after the measurement: the cell sent no JSON: b'gibberish'"
+    assert (outcome.status, outcome.reason) == ("ok", said)
+
+
+def test_a_refusal_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = says({"event": "invalid", "reason": "seed: got 3"})
+    with pytest.raises(ValueError, match="seed: got 3"):
+        isolated(tmp_path, monkeypatch, body)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ("os.write(fd, b'gibberish' + bytes([10]))", "error"),
+        ("os.kill(os.getpid(), 40)", "error"),
+        (says(PLAN, DONE), "error"),
+        (says(PLAN, WINDOW, DONE), "ok"),
+    ],
+    ids=["gibberish", "signal", "nothing", "measured"],
+)
+def test_every_end_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, status: str) -> None:
+    (tmp_path / "fake_cell.py").write_text(f"import os, sys\nfd = int(sys.argv[2])\n{body}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(study, "run_isolated", lambda _, *a, **b: run_isolated("fake_cell", *a, **b))
+    auto.register()
+    (cell,) = command_of(["model=tiny", "logging=none", f"output_dir={tmp_path}"]).cells
+    row = study.run_cell(cell, "[1]")
+    assert row.status == status
+    assert read_rows(tmp_path / "rows.jsonl") == [row]
+
+
+def test_a_look_at_a_cell_nobody_asked_about_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {"event": "seen", "cell": "nobody's", "told": [], "refusal": None, "step_s": 1.0}
+    monkeypatch.setattr(check, "run_isolated", lambda *_, **__: Outcome(events=[seen]))
+    auto.register()
+    assert check.survey(command_of(["model=tiny"]).cells) == check.Survey()
 
 
 def test_what_was_measured_before_the_time_was_up_counts_and_the_row_says_what_did_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    body = 'os.write(fd, b\'{"event": "done"}\\n\'); time.sleep(30)'
+    body = says(WINDOW, DONE) + "; time.sleep(30)"
     found = isolated(tmp_path, monkeypatch, body, timeout_s=2.0)
     assert (found.status, found.reason.split(";")[0]) == ("ok", "after the measurement: killed after measure.timeout_s = 2 s")
 
@@ -101,13 +177,8 @@ def test_what_was_measured_before_the_time_was_up_counts_and_the_row_says_what_d
 def test_memory_is_sampled_once_training_has_touched_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However rarely a process so large that each look at it takes long is sampled otherwise."""
     monkeypatch.setattr("sweeps.memory.BACKOFF", 1e6)
-    body = """
-time.sleep(1)
-held = b'1' * 300_000_000
-os.write(fd, b'{"event": "losses", "first_step": 0}\\n')
-time.sleep(1)
-os.write(fd, b'{"event": "done"}\\n')
-"""
+    held = "held = b'1' * 300_000_000"
+    body = "\n".join(("time.sleep(1)", held, says(WINDOW), "time.sleep(1)", says(DONE)))
     assert (isolated(tmp_path, monkeypatch, body).peak_host_bytes or 0) > 300_000_000
 
 

@@ -1,0 +1,127 @@
+"""What a cell may say: the events on its pipe, and the fields of each.
+
+Invariant: what `event_of` lets through can be summed, shown and written into a row; anything else
+is a ValueError of one line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sweeps.result import STATUSES
+
+Check = Callable[[Any], bool]
+MAX_BYTES = 64 << 20
+"""No event is as long; a cell that writes on without an end of line is not waited for."""
+
+
+def text(value: Any) -> bool:
+    """A string."""
+    return isinstance(value, str)
+
+
+def whole(value: Any) -> bool:
+    """An integer from 0 that tables can hold."""
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def number(value: Any) -> bool:
+    """An integer or a float, infinities and NaN among them."""
+    return isinstance(value, float) or (type(value) is int and abs(value) < 1 << 63)
+
+
+def positive(value: Any) -> bool:
+    """A number of seconds that can be divided by."""
+    return number(value) and 0 < value < float("inf")
+
+
+def maybe(check: Check) -> Check:
+    """What `check` accepts, or None."""
+    return lambda value: value is None or check(value)
+
+
+def every(check: Check) -> Check:
+    """A list, not an empty one, of what `check` accepts."""
+    return lambda value: isinstance(value, list) and bool(value) and all(map(check, value))
+
+
+def named(check: Check) -> Check:
+    """What `check` accepts, by name."""
+    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
+
+
+def plan(value: Any) -> bool:
+    """Bytes by kind on device and host; a placement may be beside them."""
+    shares = [value.get("device"), value.get("host")] if isinstance(value, dict) else [None]
+    return all(map(named(whole), shares)) and named(number)(value.get("placement", {}))
+
+
+def prediction(value: Any) -> bool:
+    """Seconds a step, and what they follow from."""
+    if not isinstance(value, dict):
+        return False
+    seconds = (value.get("step_s"), value.get("window_step_s"))
+    return all(map(positive, seconds)) and named(number)(value.get("rates"))
+
+
+def events(value: Any) -> bool:
+    """A list of events."""
+    return isinstance(value, list) and not any(map(wrong, value))
+
+
+FIELDS: Mapping[str, Mapping[str, Check]] = {
+    "phase": {"name": text},
+    "step": {"step": whole},
+    "plan": {
+        "plan": plan,
+        "dtypes": named(text),
+        "caveat": maybe(text),
+        "num_params": whole,
+        "flops_per_token": named(maybe(number)),
+        "tokens_per_step": whole,
+    },
+    "predicted": {"prediction": prediction},
+    "losses": {
+        "first_step": whole,
+        "losses": every(number),
+        "seconds": maybe(positive),
+        "num_tokens": whole,
+        "counters": named(number),
+    },
+    "done": {
+        "counters": named(number),
+        "allocated_bytes": maybe(whole),
+        "reserved_bytes": maybe(whole),
+    },
+    "heldout": {"loss": number},
+    "failed": {"status": lambda value: value in STATUSES and value != "ok", "reason": text},
+    "invalid": {"reason": text},
+    "seen": {"cell": text, "told": events, "refusal": maybe(text), "step_s": maybe(number)},
+}
+"""All of them are required. `seen` is of a look at many cells (sweeps.check)."""
+
+
+def wrong(event: Any) -> str | None:
+    """What keeps a value from being an event, in a few words."""
+    if not isinstance(event, dict) or not isinstance(name := event.get("event"), str):
+        return "no event"
+    if name not in FIELDS:
+        return f"an unknown event {name[:40]!r}"
+    lacking = [field for field, fits in FIELDS[name].items() if not fits(event.get(field))]
+    return f"{name} without a {lacking[0]} that could be its own" if lacking else None
+
+
+def event_of(line: bytes) -> dict[str, Any]:
+    """The event that a line is; ValueError, one line, where it is none."""
+    try:
+        event = json.loads(line)
+        json.dumps(event, ensure_ascii=False).encode()  # half a surrogate pair cannot be printed
+        found = wrong(event)
+    except (ValueError, RecursionError):
+        found = "no JSON"
+    if found:
+        raise ValueError(f"the cell sent {found}: {line[:100]!r}")
+    assert isinstance(event, dict)
+    return event
