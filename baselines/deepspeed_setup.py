@@ -15,7 +15,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -69,15 +69,31 @@ def sole_builder() -> Iterator[None]:
     """While it lasts no other process builds DeepSpeed's operators, after `import_deepspeed`.
 
     torch's own lock is a file that outlives a killed builder, and the next process waits for it forever. This one dies with its
-    holder, so a file of torch's that is there under it is a dead process's.
+    holder and the ninja that the holder started, so a file of torch's that is there under it is a dead process's.
     """
     cache = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     cache.mkdir(parents=True, exist_ok=True)
-    with (cache / "building").open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+    with (cache / "building").open("w+") as lock, _as_stdin(lock):
+        fcntl.flock(lock, fcntl.LOCK_EX)
         for left_behind in cache.glob("*/lock"):
             left_behind.unlink(missing_ok=True)
+        try:
+            yield
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # whatever else was started meanwhile and lives on
+
+
+@contextlib.contextmanager
+def _as_stdin(file: IO[str]) -> Iterator[None]:
+    """While it lasts `file` is the standard input of this process, and so of those that it starts: no other file reaches them
+    through torch's own subprocess.run."""
+    own = os.dup(0)
+    os.dup2(file.fileno(), 0)
+    try:
         yield
+    finally:
+        os.dup2(own, 0)
+        os.close(own)
 
 
 def setup_phase() -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import importlib.metadata
 import importlib.util
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -290,3 +292,33 @@ def test_a_lock_that_a_killed_builder_left_is_removed_and_a_live_one_is_waited_f
         with pytest.raises(subprocess.TimeoutExpired):
             other.wait(timeout=8)
     assert other.communicate(timeout=60)[0] == "mine\n"
+
+
+def test_a_build_goes_on_alone_though_its_cell_was_killed(tmp_path, monkeypatch):
+    """The next builder waits for the ninja that was left, which torch starts as this does."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    program = "import subprocess\nfrom baselines.deepspeed_setup import sole_builder\n"
+    ninja = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    build = f"with sole_builder(): subprocess.run([{sys.executable!r}, '-c', {ninja!r}], stdout=1)"
+    with subprocess.Popen([sys.executable, "-c", program + build], stdout=subprocess.PIPE) as cell:
+        left = int(cell.stdout.readline())
+        cell.kill()
+        cell.wait()
+        try:
+            with (tmp_path / "building").open() as lock, pytest.raises(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.kill(left, signal.SIGKILL)
+    with sole_builder():
+        assert os.fstat(0).st_ino == (tmp_path / "building").stat().st_ino
+    assert os.fstat(0).st_ino != (tmp_path / "building").stat().st_ino
+
+
+def test_what_a_build_left_running_keeps_no_lock(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    with sole_builder():
+        worker = subprocess.Popen(["sleep", "600"])
+    with (tmp_path / "building").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    worker.kill()
+    worker.wait()
