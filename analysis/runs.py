@@ -6,40 +6,23 @@ of the JSONL that was uploaded, whichever way it came. A run that lacks a part i
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import psutil
 
-from sweeps.result import Row, unpacked
+from sweeps import runfile
+from sweeps.runfile import Tagged, tagged
 
 ONLINE = re.compile(r"wandb:(?P<entity>[^/@#]+)/(?P<project>[^/@#]+)(@(?P<group>[^#]+))?(#(?P<tag>.+))?")
 """wandb:entity/project, then @group and #tag where only those runs are meant."""
 END_S = 5.0
 """What W&B's service gets to end by itself after the program that asked it."""
-AGAIN = "make it again from the JSONL, which has every row: python -m sweeps.upload ROWS"
-
-
-class Tagged(NamedTuple):
-    """A row and where it came from."""
-
-    row: Row
-    position: int
-    """In its JSONL file."""
-    file: str
-    """What tells that file from others (sweeps.identity.file_id): rows of one file are compared."""
-    source: str
-    """For people."""
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -48,38 +31,21 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def offline(files: Iterable[Path]) -> list[Tagged]:
-    """The rows of runs on disk, synced or not; of several runs with one id the last that is whole. ValueError, one line."""
+    """The rows of runs on disk, synced or not; of several runs with one id the last that is whole. ValueError, one line, which
+    names the first that is not, and how many more there are."""
     listed = list(files)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        read = list(pool.map(_read, listed))
-    rows: dict[str, Tagged] = {}
-    for file, found in zip(listed, read, strict=True):
-        if not isinstance(found, ValueError):
-            rows[file.stem] = found
-    for file, found in zip(listed, read, strict=True):
-        if isinstance(found, ValueError) and file.stem not in rows:
-            raise found
+        read = dict(zip(listed, pool.map(_read, listed), strict=True))
+    rows = {file.stem: found for file, found in read.items() if isinstance(found, Tagged)}
+    bad = [found for file, found in read.items() if isinstance(found, ValueError) and file.stem not in rows]
+    if bad:
+        raise ValueError(f"{bad[0]}{f'; so are {len(bad) - 1} more' if bad[1:] else ''}")
     return list(rows.values())
 
 
 def _read(file: Path) -> Tagged | ValueError:
-    """The row of one .wandb file. W&B's own command reads it: the format is no public interface."""
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
-    with tempfile.TemporaryDirectory() as folder:  # the command leaves a log in TMPDIR
-        quiet = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "TMPDIR": folder}
-        done = subprocess.run(command, capture_output=True, text=True, env=quiet, stdin=subprocess.DEVNULL, check=False)
-    config: dict[str, Any] = {}
-    steps = []
     try:
-        for line in done.stdout.splitlines():
-            record = json.loads(line)
-            if record["type"] == "run":
-                config |= record["run"].get("config", {}).get("update", {})
-            elif record["type"] == "history":
-                steps.append(record["history"]["item"])
-        if not config and not steps:
-            raise ValueError(f"{file}: got nothing readable, its writer was killed; {AGAIN}")
-        return _row(config, steps, str(file))
+        return runfile.read(file)
     except ValueError as error:  # one of several runs with this id may be whole
         return error
 
@@ -96,7 +62,7 @@ def online(source: str) -> list[Tagged]:
 
     threading.Thread(target=_end_service, name="end-wandb", daemon=True).start()
     try:
-        rows = [_row(run.config, run.scan_history(), f"wandb:{path}/{run.id}") for run in Api().runs(path, filters=filters)]
+        rows = [tagged(run.config, run.scan_history(), f"wandb:{path}/{run.id}") for run in Api().runs(path, filters=filters)]
     except (Error, ValueError, OSError) as error:
         told = " ".join(str(error).split())
         if told.startswith("wandb:"):
@@ -120,13 +86,3 @@ def _end_service() -> None:
     for child in psutil.Process().children():
         if child.name().startswith("wandb-core"):
             child.kill()
-
-
-def _row(config: Mapping[str, Any], steps: Iterable[Mapping[str, Any]], where: str) -> Tagged:
-    if "row" not in config:
-        raise ValueError(f"{where}: got a run without a row, allowed runs that this version of sweeps.upload wrote; {AGAIN}")
-    try:
-        return Tagged(unpacked(config["row"], steps, where), int(config["position"]), str(config["file"]), where)
-    except (KeyError, TypeError, AttributeError, AssertionError) as error:
-        detail = " ".join(str(error).split())
-        raise ValueError(f"{where}: got no row of this bench ({detail}), allowed what sweeps.upload wrote; {AGAIN}") from None

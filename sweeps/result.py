@@ -1,4 +1,4 @@
-"""The row: what one cell leaves behind, whatever happened to it. With sweeps/identity.py all that analysis imports.
+"""The row: what one cell leaves behind, whatever happened to it. With identity.py and runfile.py all that analysis imports.
 
 Invariant: a row is written once and never edited; units are in the names, bytes are integers, and a number
 that is not known is None.

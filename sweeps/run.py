@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import importlib.util
 import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -238,7 +240,7 @@ def _job(cfg: DictConfig) -> float:
                 print(f"{_label(cell)} {cell.system}: not begun: {why}", flush=True)
             LATE.append(cell)
             return 0.0
-        with FORECAST.watching(cell):
+        with FORECAST.watching(cell), _truthful(cell):
             row = study.run_cell(tuner.pruned(cell) if choices.get("tune") else cell, _label(cell), deadline)
         return row.tokens_per_s or 0.0
     except study.TimeIsUpError:
@@ -266,17 +268,34 @@ def _time_is_up(cell: Cell) -> None:
 def _begin(start: Cell) -> bool:
     """Measure the cell that a search starts from; whether there is anything to search."""
     try:
-        return study.run_cell(start, "default,", _deadline(start.time_limit_s)).status != "unsupported"
+        with _truthful(start):
+            return study.run_cell(start, "default,", _deadline(start.time_limit_s)).status != "unsupported"
     except study.TimeIsUpError:
         _time_is_up(start)
         return False
 
 
+@contextmanager
+def _truthful(cell: Cell) -> Iterator[None]:
+    """An interrupt here says what became of the cell: its row may be there, and W&B not fed yet."""
+    began = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    try:
+        yield
+    except KeyboardInterrupt:
+        row = study.latest(cell)
+        there = row is not None and (row.started_at >= began or study.stands(cell))
+        told = "the cell's row is there" if there else "the running cell was stopped and has no row"
+        raise KeyboardInterrupt(told) from None
+
+
 def _finish(command: Command) -> int:
     """Report what there is; the exit code, were it not for the time limit."""
-    if command.tune:
-        return tuner.finish(PLANNED[0], command.system)
-    return study.finish(PLANNED) if PLANNED else 0
+    try:
+        if command.tune:
+            return tuner.finish(PLANNED[0], command.system)
+        return study.finish(PLANNED) if PLANNED else 0
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("every row is there, the report was not finished") from None
 
 
 def _full_error() -> bool:
@@ -308,6 +327,8 @@ def main() -> int:
     mend_streams()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands us its errors instead of printing them
     signal.signal(signal.SIGTERM, _interrupt)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as under nohup
+        signal.signal(signal.SIGINT, _interrupt)
     auto.register()
     try:
         _require_report()
@@ -330,8 +351,9 @@ def main() -> int:
         if _full_error():
             raise
         fail(error)
-    except KeyboardInterrupt:
-        print("interrupted: the running cell was stopped and has no row; run the same command again to go on", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        told = str(interrupt) or "no cell was running"
+        print(f"interrupted: {told}; run the same command again to go on", file=sys.stderr)
         return 130
     finally:
         for folder in {cell.output_dir for cell in PLANNED}:

@@ -2,6 +2,7 @@
 
 Invariant: reads the JSONL and nothing else, and a run holds its whole row, so `analysis.load` makes the same frame of both.
 A run's id follows from the row's cell and start: what was uploaded is skipped offline and overwritten online, never doubled.
+A run counts as uploaded once its file was read back and found to be the row, and as long as that file stays as it was.
 
     python -m sweeps.upload outputs/quickstart                             # offline runs, beside the rows
     python -m sweeps.upload outputs/quickstart/rows.jsonl mode=online project=NAME cell=HASH
@@ -10,19 +11,22 @@ A run's id follows from the row's cell and start: what was uploaded is skipped o
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sweeps import runfile
 from sweeps.identity import digest, file_id
 from sweeps.result import HISTORY, Row, history, packed, read_rows
 
 DEFAULTS = {"project": "megatrain-bench", "mode": "offline", "cell": ""}
 MODES = ("offline", "online")
 WHOLE = "uploaded"
-"""File in the folder of a run that was written to its end; holds the project."""
+"""File in the folder of a run that was read back as its row; holds the project and the file's digest."""
 
 
 def run_id(row: Row) -> str:
@@ -32,9 +36,38 @@ def run_id(row: Row) -> str:
 
 
 def offline_run(row: Row, folder: Path, project: str) -> Path | None:
-    """The folder of the row's offline run below `folder`, if one was written to its end for that project."""
-    markers = sorted(folder.glob(f"wandb/offline-run-*-{run_id(row)}/{WHOLE}"))
-    return next((marker.parent for marker in markers if marker.read_text() == project), None)
+    """The folder of the row's offline run below `folder`, if one was read back for that project and is as it was."""
+    for marker in sorted(folder.glob(f"wandb/offline-run-*-{run_id(row)}/{WHOLE}")):
+        log = _log(marker.parent, row)
+        if log.exists() and marker.read_text() == _sealed(log, project):
+            return marker.parent
+    return None
+
+
+def _log(run: Path, row: Row) -> Path:
+    """What W&B keeps of the row in the folder of a run."""
+    return run / f"run-{run_id(row)}.wandb"
+
+
+def _sealed(log: Path, project: str) -> str:
+    return f"{project}\n{hashlib.sha256(log.read_bytes()).hexdigest()}\n"
+
+
+def confirm(row: Row, log: Path, file: Path, position: int, project: str) -> None:
+    """Mark a run as uploaded, its file read back; ValueError, one line, where that is not the row: W&B tells of no full disk."""
+    try:
+        found = runfile.read(log)
+        whole = (found.row.to_json(), found.position, found.file) == (row.to_json(), position, file_id(file))
+    except ValueError:
+        whole = False
+    if not whole:
+        raise ValueError(f"{log}: got less than the row, which W&B could not write; make room on its disk and upload again")
+    new = log.with_name(f"{WHOLE}.new")
+    with new.open("w") as marker:
+        marker.write(_sealed(log, project))
+        marker.flush()
+        os.fsync(marker.fileno())
+    new.replace(log.with_name(WHOLE))
 
 
 def config_of(row: Row, file: Path, position: int) -> dict[str, Any]:
@@ -69,7 +102,8 @@ def upload(row: Row, file: Path, position: int, mode: str, project: str) -> Path
     run.summary.update(summary(row))
     where = Path(run.dir).parent
     run.finish(exit_code=0 if row.status == "ok" else 1)
-    (where / WHOLE).write_text(project)
+    if mode == "offline":
+        confirm(row, _log(where, row), file, position, project)
     return where
 
 
@@ -111,6 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Upload, and print the folder of each run; 2 and one line where the command line, the rows or W&B are at fault, 1 where
     nobody reads on."""
     os.environ["WANDB_SILENT"] = "true"
+    logging.raiseExceptions = False  # a full disk is told once, below
     try:
         path, options = parse(sys.argv[1:] if arguments is None else arguments)
         items = rows_in(path, options["cell"])
@@ -125,6 +160,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except Error as error:
             told = " ".join(str(error).split())
             print(f"upload: mode={options['mode']}: W&B said {told}; upload offline and `wandb sync` later", file=sys.stderr)
+            return 2
+        except ValueError as error:
+            print(f"upload: {error}", file=sys.stderr)
+            return 2
+        except OSError as error:
+            where = error.filename or file.resolve().parent / "wandb"
+            print(f"upload: {where}: got {error.strerror}, allowed a disk with room; upload again", file=sys.stderr)
             return 2
         try:
             print(folder, flush=True)

@@ -321,6 +321,49 @@ def test_interrupting_leaves_no_row_and_no_cell(tmp_path: Path) -> None:
     assert not (tmp_path / "rows.jsonl").exists()
 
 
+@pytest.mark.parametrize("module", ["run", "upload"])
+def test_interrupting_the_imports_is_one_line(tmp_path: Path, module: str) -> None:
+    """However long they take, and though a library may swallow exceptions meanwhile."""
+    slow = "import importlib.abc, sys, time\nclass Slow(importlib.abc.MetaPathFinder):\n"
+    slow += "    def find_spec(self, name, *_):\n        if name in ('psutil', 'sweeps.identity'):\n"
+    slow += "            print('importing', flush=True)\n            try:\n                time.sleep(60)\n"
+    slow += "            except KeyboardInterrupt:\n                pass\n"
+    (tmp_path / "sitecustomize.py").write_text(f"{slow}sys.meta_path.insert(0, Slow())\n")
+    env = ENVIRONMENT | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", f"sweeps.{module}"]
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=PIPE, stderr=PIPE, text=True, preexec_fn=_interruptible) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "importing\n"
+        parent.send_signal(signal.SIGINT)
+        _, errors = parent.communicate(timeout=60)
+    assert (parent.returncode, errors) == (130, "interrupted: run the same command again\n")
+
+
+INTERRUPTED = {
+    "report": ("analysis.report", "every row is there, the report was not finished"),
+    "upload": ("sweeps.upload", "the cell's row is there"),
+    "look": ("sweeps.check", "no cell was running"),
+}
+
+
+@pytest.mark.parametrize(("module", "told"), INTERRUPTED.values(), ids=INTERRUPTED)
+def test_an_interrupt_says_what_is_there(tmp_path: Path, module: str, told: str) -> None:
+    slow = f"import sys, time\nif {module!r} in sys.orig_argv:\n    open('{tmp_path}/here', 'w')\n"
+    (tmp_path / "sitecustomize.py").write_text(f"{slow}    time.sleep(600)\n")
+    axes = ["--multirun", "measure.repeat=1,2"] if module == "sweeps.check" else []
+    mirrored = "logging=wandb" if module == "sweeps.upload" else "logging=none"
+    command = command_of(tmp_path / "out", *axes, "system=in_memory", mirrored, *SMALL)
+    env = ENVIRONMENT | {"PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=PIPE, stderr=PIPE, text=True, preexec_fn=_interruptible) as parent:
+        deadline = time.monotonic() + 200
+        while not (tmp_path / "here").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        parent.send_signal(signal.SIGINT)
+        _, errors = parent.communicate(timeout=60)
+    assert parent.returncode == 130
+    assert errors == f"interrupted: {told}; run the same command again to go on\n"
+
+
 def ends(child: int, seconds: float = 10.0) -> bool:
     """Whether a process is gone within that time."""
     deadline = time.monotonic() + seconds

@@ -11,7 +11,7 @@ ALLOWED = {
     "engine": {"engine": None},
     "baselines": {"baselines": None, "engine": {"engine"}},  # the engine's public names only
     "sweeps": {"sweeps": None, "baselines": None, "engine": None},
-    "analysis": {"analysis": None, "sweeps": {"sweeps.command_line", "sweeps.identity", "sweeps.result"}},
+    "analysis": {"analysis": None, "sweeps": {f"sweeps.{name}" for name in ("command_line", "identity", "result", "runfile")}},
 }
 """Room -> room it may import from -> modules it may import (None: any)."""
 ONLY_IN = {"hydra": {"sweeps"}, "omegaconf": {"sweeps"}, "wandb": {"sweeps", "analysis"}, "transformers": {"baselines", "sweeps"}}

@@ -136,6 +136,47 @@ def test_a_run_whose_writer_was_killed_is_told_and_made_again(uploaded: tuple[Pa
     assert same(again.drop(columns="file"), there.drop(columns="file"))
 
 
+def limited(path: Path, num_bytes: int) -> CompletedProcess[str]:
+    """An upload in whose files there is no more room, as on a full disk: W&B itself is told, and tells nobody."""
+    command = ["sh", "-c", f'ulimit -f {num_bytes // 512}; exec "$@"', "sh"]
+    command += [sys.executable, "-m", "sweeps.upload", str(path)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "words"),
+    [(16384, ".wandb: got less than the row, which W&B could not write"), (2048, "wandb: got File too large")],
+)
+def test_a_run_without_room_is_one_line_and_no_upload(tmp_path: Path, num_bytes: int, words: str) -> None:
+    path = save(tmp_path / "rows.jsonl", [dataclasses.replace(rows()[0], losses=curve(500))])
+    done = limited(path, num_bytes)
+    assert done.returncode == 2, done
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not list(tmp_path.rglob("uploaded"))
+    assert upload(path).returncode == 0
+    assert same(load.frame(tmp_path / "wandb"), load.frame(path))
+
+
+def test_runs_that_were_damaged_later_are_named_and_the_remedy_works(uploaded: tuple[Path, list[str]], tmp_path: Path) -> None:
+    shutil.copytree(uploaded[0].parent, tmp_path / "study")
+    path = tmp_path / "study" / "rows.jsonl"
+    torn, flipped, *_ = (next((path.parent / "wandb" / Path(name).name).glob("*.wandb")) for name in uploaded[1])
+    torn.write_bytes(torn.read_bytes()[:4096])
+    content = bytearray(flipped.read_bytes())
+    content[200:300] = bytes(byte ^ 1 for byte in content[200:300])
+    flipped.write_bytes(content)
+    with pytest.raises(ValueError, match=r"upload .*; so are 1 more") as caught:
+        load.frame(path.parent / "wandb")
+    assert str(torn) in str(caught.value)
+    done = upload(path.parent)
+    assert done.returncode == 0, done
+    elsewhere = ["file", "agrees"]  # those that were not damaged were uploaded from another folder
+    again, there = load.frame(path.parent / "wandb"), load.frame(path)
+    assert same(again.drop(columns=elsewhere), there.drop(columns=elsewhere))
+    assert len(list(path.parent.glob("wandb/offline-run-*"))) == len(rows()) + 2
+
+
 @pytest.mark.parametrize("one", rows(), ids=lambda one: one.system)
 def test_row_and_run_are_one_to_one(one: Row) -> None:
     """As `scan_history` has it: other keys beside ours, None where nothing was logged, any order."""
