@@ -144,7 +144,7 @@ class Loop:
     def gone(self, killed: Collection[int] = ()) -> None:
         """Those processes of cells, or else all of them, end in time."""
         deadline = time.monotonic() + self.patience_s
-        while left := cells() if not killed else {pid: cells()[pid] for pid in cells() if pid in killed}:
+        while left := [one for one in cells().items() if not killed or one[0] in killed]:
             assert time.monotonic() < deadline, f"outlived their cell or study: {left}"
             time.sleep(0.02)
 
