@@ -43,7 +43,7 @@ AXES = ["--multirun", "system=in_memory,megatrain", "logging=none"]
 NUM_CELLS = 2
 GONE_S = 2.0
 """In which every process of a killed cell or study is gone."""
-SHARES = {"study": 0.25, "report": 0.55, "upload": 0.2}
+SHARES = {"study": 0.2, "report": 0.65, "upload": 0.15}
 """Of the kills: a killed study costs the most seconds."""
 SPAN_S = {"study": 10.0, "report": 1.5, "upload": 5.0}
 """Kills come within these seconds, about what the command takes."""
