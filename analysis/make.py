@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from analysis import load, paper, report, style, tables
+from analysis import load, paper, report, style, tables, whole
 from analysis.figures import convergence, memory, throughput, timeline
 from analysis.figures import paper as drawing
 from analysis.timeline import SUFFIX
@@ -69,8 +69,8 @@ def together(frame: pd.DataFrame, folder: Path) -> list[Path]:
         table, page, tex = paper.table(on_gpu), folder / "paper.md", folder / "paper.tex"
         notes = "\n".join(f"- {note}" for note in table.notes)
         about = f"## The paper's claims, and what was measured here\n\n{paper.double_buffering(on_gpu)}\n\n![The paper](paper.png)"
-        page.write_text(f"{about}\n\n{tables.as_markdown(table)}\n{notes}\n", encoding="utf-8")
-        tex.write_text(paper.latex(table), encoding="utf-8")
+        whole.write(page, f"{about}\n\n{tables.as_markdown(table)}\n{notes}\n".encode())
+        whole.write(tex, paper.latex(table).encode())
         written += [page, tex]
     return written
 

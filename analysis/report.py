@@ -8,7 +8,7 @@ Timelines in the folder `traces` beside the rows (measure.trace=true) are drawn 
 
 Invariant: reads rows, never changes them. A comparison of systems has one table and one figure for each (experiment, model, batch,
 length, machine); a study of one system, or of one scale, has one of each for all its cells, by what differs among them
-(analysis/studies.py).
+(analysis/studies.py). Every file is written whole or not at all (analysis/whole.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from analysis import load, machines, paper, studies, style, tables
+from analysis import load, machines, paper, studies, style, tables, whole
 from analysis.compare import compare
 from analysis.figures import ablation, quickstart, throughput, timeline
 from analysis.latex import as_latex
@@ -144,8 +144,8 @@ def write(frame: pd.DataFrame, folder: Path, name: str) -> list[Path]:
         written += images
         texts.append(markdown(part, images[0].name))
     page, tex = folder / f"{name}.md", folder / f"{name}.tex"
-    page.write_text("\n".join(texts), encoding="utf-8")
-    tex.write_text("\n".join(f"% {header(part.frame)[0]}\n{as_latex(part.sheet)}" for part in parts), encoding="utf-8")
+    whole.write(page, "\n".join(texts).encode())
+    whole.write(tex, "\n".join(f"% {header(part.frame)[0]}\n{as_latex(part.sheet)}" for part in parts).encode())
     remove_stale(earlier, written)
     return [*written, page, tex]
 

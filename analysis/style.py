@@ -23,6 +23,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.transforms import ScaledTranslation
 
+from analysis import whole
+
 COLUMN_IN = 3.3
 """Width of one column of a two-column paper, inches."""
 PAGE_IN = 6.9
@@ -308,13 +310,16 @@ def png(figure: Figure, dpi: int = 110) -> bytes:
 
 
 def save(figure: Figure, stem: Path) -> list[Path]:
-    """Write stem.png and stem.pdf, reproducibly (no dates inside); return their paths."""
+    """Write stem.png and stem.pdf, each whole, reproducibly (no dates inside); return their paths."""
     stem.parent.mkdir(parents=True, exist_ok=True)
-    png, pdf = stem.parent / f"{stem.name}.png", stem.parent / f"{stem.name}.pdf"
+    paths = [stem.parent / f"{stem.name}.{kind}" for kind in ("png", "pdf")]
+    drawn, printed = io.BytesIO(), io.BytesIO()
     with context():
-        figure.savefig(png, metadata={"Software": None})
+        figure.savefig(drawn, format="png", metadata={"Software": None})
         engine = figure.get_layout_engine()
         figure.set_layout_engine("none")  # the PDF keeps the PNG's layout: it is the slow half of a save
-        figure.savefig(pdf, metadata={"CreationDate": None, "Producer": None, "Creator": None})
+        figure.savefig(printed, format="pdf", metadata={"CreationDate": None, "Producer": None, "Creator": None})
         figure.set_layout_engine(engine)
-    return [png, pdf]
+    for path, buffer in zip(paths, (drawn, printed), strict=True):
+        whole.write(path, buffer.getvalue())
+    return paths

@@ -20,6 +20,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from traitlets.config import Config
 
+from analysis import whole
 from sweeps.command_line import Parser
 
 FOLDER = Path(__file__).parent
@@ -83,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     for name in names:
         try:
-            nbformat.write(executed(name), FOLDER / f"{name}.ipynb")
+            whole.write(FOLDER / f"{name}.ipynb", f"{nbformat.writes(executed(name))}\n".encode())
         except CellExecutionError as error:
             print(f"error: {name}: {error}", file=sys.stderr)
             return 1
