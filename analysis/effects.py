@@ -56,7 +56,7 @@ def setting_changes(frame: pd.DataFrame, setting: str) -> list[Change]:
         for _, alike in rows.groupby([*load.GROUP, "git_commit"], sort=False, dropna=False):
             found += _changes(alike.to_dict("records"), name, value, base_value)
     found.reverse()
-    return sorted(found, key=lambda one: (-one.cell.config.get(STREAMS, 0), -one.num_windows * one.steps_per_window))
+    return sorted(found, key=lambda one: (-(one.cell.config.get(STREAMS) or 0), -one.num_windows * one.steps_per_window))
 
 
 def _changes(records: list[Record], name: str, value: int, base_value: int) -> list[Change]:

@@ -101,12 +101,13 @@ def load(*sources: Path | str) -> pd.DataFrame:
     tagged += [item for address in found if isinstance(address, str) for item in runs.online(address)]
     if not tagged:
         raise ValueError(f"{', '.join(map(str, sources)) or 'no path given'}: no rows in it; run a bench first (make bench)")
-    tagged = sorted(_compared(tagged), key=lambda item: (item.row.started_at, item.position, item.row.cell))
+    tagged = _in_order(_compared(tagged))
     return from_rows([i.row for i in tagged], sources=[i.source for i in tagged], files=[i.file for i in tagged])
 
 
 def frame(source: Path | str) -> pd.DataFrame:
-    """The rows of one source, by the time they were started; ValueError, in one line, for bad input.
+    """The rows of one source, by the time they were started, those of one file as they stand in it;
+    ValueError, in one line, for bad input.
 
     source: a JSONL file; a folder that holds some, at any depth; an offline (or synced) run of W&B, or a folder of them;
     or `wandb:entity/project`, with @group and #tag to take those runs alone. A folder with both is read by its JSONL.
@@ -181,9 +182,20 @@ def _found(source: Path | str) -> Iterator[Path | str]:
 def _read(path: Path) -> list[Tagged]:
     try:
         return [Tagged(row, position, file_id(path), str(path)) for position, row in enumerate(read_rows(path))]
-    except (TypeError, AttributeError, AssertionError, UnicodeDecodeError, OSError) as error:
-        detail = " ".join(str(error).split())
-        raise ValueError(f"{path}: not rows of this bench ({detail}); name a JSONL file that sweeps.run wrote") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); name a JSONL file that sweeps.run wrote") from None
+
+
+def _in_order(tagged: Iterable[Tagged]) -> list[Tagged]:
+    """By start; but within a file the place decides, which no clock that is set back changes: a row starts no earlier than those
+    before it."""
+    latest: dict[str, str] = {}
+    starts: list[tuple[str, int, str]] = []
+    listed = sorted(tagged, key=lambda item: item.position)
+    for item in listed:
+        latest[item.file] = max(latest.get(item.file, ""), item.row.started_at)
+        starts.append((latest[item.file], item.position, item.row.cell))
+    return [item for _, item in sorted(zip(starts, listed, strict=True), key=lambda pair: pair[0])]
 
 
 def _compared(tagged: Iterable[Tagged]) -> Iterator[Tagged]:
@@ -208,9 +220,6 @@ def shown_preset(row: Row) -> str | None:
 def _record(row: Row, source: str) -> dict[str, Any]:
     """One flat record: the row's own fields, then what is derived from them."""
     record: dict[str, Any] = {column: getattr(row, column) for column in COLUMNS if hasattr(row, column)}
-    for column, dtype in COLUMNS.items():
-        if dtype == "Float64" and isinstance(record.get(column), str):
-            record[column] = float(record[column])
     speed = stats.throughput(record["tokens_per_s"], row.step_s)
     host, params = row.peak_host_bytes, row.num_params
     gpu = row.machine.get("gpu")

@@ -107,13 +107,13 @@ def tflops(cell: Cell, formula: str) -> float:
     assert cell.drawn is not None
     per_token = 6.0 * (cell.num_params or 0)
     if formula == ATTENTION:
-        per_token += 12.0 * layers(cell) * cell.config.get("model.config.hidden_size", 0) * cell.seq_len
+        per_token += 12.0 * layers(cell) * (cell.config.get("model.config.hidden_size") or 0) * cell.seq_len
     return per_token * cell.drawn.value / 1e12
 
 
 def layers(cell: Cell) -> int:
     """Layers of its model; 0 where its config does not say."""
-    return int(cell.config.get("model.config.num_hidden_layers", 0))
+    return int(cell.config.get("model.config.num_hidden_layers") or 0)
 
 
 def _same(claim: Claim, cell: Cell) -> bool:

@@ -217,7 +217,8 @@ def standing_of(record: Mapping[Hashable, Any]) -> Standing:
 def _optimizer_s(known: Mapping[str, Any]) -> list[tuple[float, float]]:
     steps = known["config"].get("measure", {}).get("steps_per_window")
     windows = known["window_counters"] if steps else []
-    return [(one["optimizer_s"] / steps, one["optimizer_wait_s"] / steps) for one in windows if "optimizer_wait_s" in one]
+    told = [one for one in windows if {"optimizer_s", "optimizer_wait_s"} <= one.keys()]
+    return [(one["optimizer_s"] / steps, one["optimizer_wait_s"] / steps) for one in told]
 
 
 def _gb(num_bytes: str) -> str:

@@ -119,10 +119,12 @@ def _rows(cell: Cell) -> list[Row]:
 def _alike(cell: Cell, rows: Sequence[Row]) -> Row | None:
     """The row that is most like the cell: a repeat of it, or by system, preset, compilation and tokens; the last of equals."""
 
+    measurement = configuration(cell.config)
+
     def likeness(row: Row) -> list[bool]:
         its, mine = row.config.get("system", {}), cell.config["system"]
         return [
-            bool(row.config) and configuration(row.config) == configuration(cell.config),
+            bool(row.config) and row.measurement == measurement,
             row.system == cell.system,
             row.preset == cell.options.get("preset"),
             bool(its.get("compile")) == bool(mine.get("compile")),

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from types import UnionType
+from typing import Any, BinaryIO, get_args, get_origin, get_type_hints
 
-from sweeps.identity import comparison_key
+from sweeps.identity import comparison_key, configuration
 
 SCHEMA_VERSION = 1
 BENCH_VERSION = 2
@@ -32,6 +36,8 @@ HISTORY = ("losses", "step_s")
 NO_ROOM = ("wont_fit", "oom_device", "oom_host")
 LOSS_TOLERANCE = 2e-3
 """Largest absolute difference from the reference's losses, nats per token, at which a row `agrees`."""
+ENDING = 4096
+"""Bytes by which a file of rows that grew is known again."""
 HOST_KINDS = ("weights", "master", "moments", "gradients", "staging")
 
 
@@ -115,6 +121,16 @@ class Row:
     def __post_init__(self) -> None:
         assert self.status in STATUSES, self.status
 
+    @cached_property
+    def compared_with(self) -> str:
+        """What rows whose losses are comparable with this one's share; its config is there."""
+        return comparison_key(self.config)
+
+    @cached_property
+    def measurement(self) -> str:
+        """What the repeats of this measurement share; its config is there."""
+        return configuration(self.config)
+
     def to_json(self) -> str:
         """One line of strict JSON (NaN and infinities become strings)."""
         return json.dumps(_strict(dataclasses.asdict(self)), allow_nan=False)
@@ -123,6 +139,8 @@ class Row:
 def _strict(value: Any) -> Any:
     if isinstance(value, float) and (value != value or abs(value) == float("inf")):
         return repr(value)
+    if isinstance(value, str):  # a path may hold bytes that are no text
+        return value.encode(errors="backslashreplace").decode()
     if isinstance(value, dict):
         return {key: _strict(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -130,21 +148,107 @@ def _strict(value: Any) -> Any:
     return value
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Read:
+    """What this process has read of a file of rows."""
+
+    stamp: tuple[int, ...] = ()
+    """Device, inode, size and time of change."""
+    rows: tuple[Row, ...] = ()
+    """Of the lines that have a newline."""
+    last: tuple[Row, ...] = ()
+    """The row that has none yet, if there is one."""
+    num_lines: int = 0
+    """With a newline, empty ones too."""
+    end: int = 0
+    """Bytes of these lines."""
+    ending: bytes = b""
+    """The last of these bytes: a file that grew has them still, one that was rewritten does not."""
+
+
+_READ: dict[Path, _Read] = {}
+
+
 def read_rows(path: Path) -> list[Row]:
-    """Rows of one JSONL file, in order. A torn last line (the writer was killed) is dropped; ValueError for another schema."""
-    rows = []
-    lines = path.read_text().split("\n")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            if number == len(lines):
-                continue
-            raise ValueError(f"{path}: line {number} is not JSON; a row was edited or torn, remove that line") from None
-        rows.append(_row(record, f"{path}: line {number}"))
-    return rows
+    """Rows of one JSONL file, in order. ValueError, with file and line, for a line that is no row of this version.
+
+    A last line without its newline is a row if it is whole; else its writer was killed, and it is
+    left out. What this process has read is not parsed again: where a file grew, the new lines
+    alone are.
+    """
+    known = _READ.get(path.absolute(), _Read())
+    with path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        stamp = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+        if stamp != known.stamp:
+            known = _more(known if _grew(known, file, stamp) else _Read(), file, stamp, path)
+            _READ[path.absolute()] = known
+    return [*known.rows, *known.last]
+
+
+def _grew(known: _Read, file: BinaryIO, stamp: tuple[int, ...]) -> bool:
+    if known.stamp[:2] != stamp[:2] or stamp[2] <= known.stamp[2]:
+        return False
+    file.seek(known.end - len(known.ending))
+    return file.read(len(known.ending)) == known.ending
+
+
+def _more(known: _Read, file: BinaryIO, stamp: tuple[int, ...], path: Path) -> _Read:
+    """What is known, and the rest of the file."""
+    file.seek(known.end)
+    data = file.read(stamp[2] - known.end)
+    *lines, tail = data.split(b"\n")
+    complete = data[: len(data) - len(tail)]
+    numbered = list(enumerate([*lines, tail], known.num_lines + 1))
+    rows = [row_of_line(line, f"{path}: line {at}") for at, line in numbered[:-1] if line.strip()]
+    last = [row_of_line(line, f"{path}: line {at}") for at, line in numbered[-1:] if whole(line)]
+    return _Read(
+        stamp=stamp,
+        rows=(*known.rows, *rows),
+        last=tuple(last),
+        num_lines=known.num_lines + len(lines),
+        end=known.end + len(complete),
+        ending=complete[-ENDING:] or known.ending,
+    )
+
+
+def whole(line: bytes) -> bool:
+    """Whether a line is JSON to its end: one that a killed writer left behind is not."""
+    try:
+        _parsed(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def row_of_line(line: bytes, where: str) -> Row:
+    """The row of one line of JSON, with a byte order mark or without.
+
+    ValueError, one line that begins with `where`, for anything else.
+    """
+    try:
+        record = _parsed(line)
+    except UnicodeDecodeError:
+        wrong = "is not UTF-8"
+    except (ValueError, RecursionError):
+        wrong = "is not JSON"
+    else:
+        if _is_text(line, record):
+            return _row(record, where)
+        wrong = "has half a character (\\ud800 to \\udfff)"
+    raise ValueError(f"{where} {wrong}; a row was edited or torn, remove that line")
+
+
+def _parsed(line: bytes) -> Any:
+    return json.loads(str(line, "utf-8-sig"))
+
+
+def _is_text(line: bytes, record: Any) -> bool:
+    """Whether a file can hold what the line's escapes stand for."""
+    if b"\\ud" in line.lower():
+        text = json.dumps(record, ensure_ascii=False)
+        return text == text.encode(errors="replace").decode()
+    return True
 
 
 def host_split(plan: Mapping[str, Any], peak_host_bytes: int | None, *, on_gpu: bool) -> dict[str, int]:
@@ -164,26 +268,137 @@ def host_split(plan: Mapping[str, Any], peak_host_bytes: int | None, *, on_gpu: 
     return split | {"other": peak_host_bytes - sum(split.values())}
 
 
-NUMBERS = tuple(item.name for item in dataclasses.fields(Row) if item.type in ("int", "int | None", "float | None"))
-"""Fields of a row that are one number."""
+KINDS: dict[str, Any] = get_type_hints(Row)
+"""Of each field of a row."""
+REQUIRED = tuple(
+    one.name for one in dataclasses.fields(Row) if one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
+)
+INSIDE: dict[str, dict[str, Any]] = {
+    "machine": {
+        **dict.fromkeys(("gpu", "cpu", "boot"), str | None),
+        **dict.fromkeys(("num_gpus", "num_cores"), int | None),
+        **dict.fromkeys(("device_bytes", "host_bytes"), float | None),
+        **dict.fromkeys(("matrix_peak_tflops", "datasheet_tflops"), float | None),
+    },
+    "plan": {
+        **dict.fromkeys(("device", "host", "placement"), dict[str, int]),
+        **dict.fromkeys(("step_s", "window_step_s"), float | None),
+        "rates": dict[str, Any],
+    },
+    "config": dict.fromkeys(
+        ("model", "shape", "recipe", "data", "logging", "system", "measure", "machine"),
+        dict[str, Any],
+    ),
+    "config.machine": {"device": str, "device_bytes": float | None},
+    "config.measure": dict.fromkeys(("warmup_steps", "windows", "steps_per_window", "repeat"), int),
+    "config.model": {"config": dict[str, Any]},
+    "config.model.config": dict.fromkeys(("num_hidden_layers", "hidden_size"), int | None),
+    "config.system": {"dtype": str, **dict.fromkeys(("depth", "streams", "checkpoint_interval"), int | None)},
+}
+"""What is known of the mappings in a row: of each by its path, the kinds of those keys that are read
+somewhere. Others are as they are."""
+CONFIG_HAS = ("config.system.dtype", "config.measure", "config.machine.device")
+"""What cells are compared by: a row has it, unless it has no config at all."""
+LARGEST = 1 << 60
+"""Whole numbers are smaller: a table adds some of them, and holds 64 bits."""
+ANY_NUMBER = ("losses", "heldout_loss", "max_loss_difference")
+"""Fields that may be negative, infinite or no number at all; the others are what was counted."""
+DIVISORS = ("batch_size", "seq_len", "num_micro_batches", "num_params", "tokens_per_s", "step_s")
+"""Fields that are not zero either."""
+WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", list: "a list", dict: "a mapping"}
 
 
 def _row(record: Any, where: str) -> Row:
-    remedy = "re-run the cell or read it with the version that wrote it"
-    if not isinstance(record, dict) or record.get("schema_version") != SCHEMA_VERSION:
-        found = f"schema_version {record.get('schema_version')}" if isinstance(record, dict) else "no row"
-        raise ValueError(f"{where} has {found}, allowed schema_version {SCHEMA_VERSION}; {remedy}")
-    unknown = sorted(set(record) - {item.name for item in dataclasses.fields(Row)})
-    if unknown or record.get("status") not in STATUSES:
-        found = f"the field {unknown[0]!r}" if unknown else f"status {record.get('status')!r}"
-        raise ValueError(f"{where} has {found}, allowed what this version knows; {remedy}")
-    single = [(key, record[key]) for key in NUMBERS if record.get(key) is not None]
-    for name, value in [*single, *((key, item) for key in HISTORY for item in record.get(key, []))]:
-        try:
-            float(value)  # of text too: strict JSON has no other NaN
-        except (TypeError, ValueError):
-            raise ValueError(f"{where} has {name} {value!r}, allowed a number; {remedy}") from None
-    return Row(**record | {name: [float(value) for value in record.get(name, [])] for name in HISTORY})
+    """The row, every value of it of its kind, so that who reads it need not ask."""
+    try:
+        fields = _fields(record)
+        for path, kinds in INSIDE.items():
+            _take_inside(fields, path, kinds)
+        lacking = [path for path in CONFIG_HAS if _inside(fields, path) is None]
+        if fields.get("config") and lacking:
+            raise ValueError(f"no {lacking[0]}, allowed a config with it or an empty one")
+    except ValueError as error:
+        remedy = "remove that line and run the cell again, or read it with the version that wrote it"
+        raise ValueError(f"{where} has {error}; {remedy}") from None
+    return Row(**fields)
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    if not isinstance(record, dict):
+        raise ValueError(f"no row, allowed schema_version {SCHEMA_VERSION}")
+    version, status = record.get("schema_version"), record.get("status")
+    if type(version) is not int or version != SCHEMA_VERSION:
+        raise ValueError(f"schema_version {_shown(version)}, allowed schema_version {SCHEMA_VERSION}")
+    if unknown := sorted(set(record) - set(KINDS)):
+        raise ValueError(f"the field {_shown(unknown[0])}, allowed what this version knows")
+    if status not in STATUSES:
+        raise ValueError(f"status {_shown(status)}, allowed what this version knows: {', '.join(STATUSES)}")
+    if lacking := [name for name in REQUIRED if name not in record]:
+        raise ValueError(f"no {lacking[0]}, allowed a row with {', '.join(REQUIRED)}")
+    fields = {name: _taken(value, KINDS[name], name) for name, value in record.items()}
+    for name, value in fields.items():
+        for item in value if isinstance(value, list) else [value]:
+            _require_sense(name, item)
+    if fields.get("tokens_per_s") is not None and not fields.get("step_s"):
+        raise ValueError("tokens_per_s without step_s, allowed both or neither")
+    return fields | {name: [float(item) for item in fields.get(name, [])] for name in HISTORY}
+
+
+def _taken(value: Any, kind: Any, name: str) -> Any:
+    """The value as that kind, floats made of the words that stand for them; ValueError where it is of another."""
+    if isinstance(kind, UnionType):  # all of them are `... | None`
+        return None if value is None else _taken(value, get_args(kind)[0], name)
+    outer, inner = get_origin(kind) or kind, get_args(kind)
+    if outer is list and isinstance(value, list):
+        return [_taken(item, inner[0], name) for item in value]
+    if outer is dict and isinstance(value, dict):
+        return {key: _taken(item, inner[1], f"{name}.{key}") for key, item in value.items()}
+    if outer is float and (number := _number(value)) is not None:
+        return number
+    if outer is Any or (outer in (str, bool) and type(value) is outer):
+        return value
+    if outer is int and type(value) is int and abs(value) < LARGEST:
+        return value
+    raise ValueError(f"{name} {_shown(value)}, allowed {WORDS[outer]}")
+
+
+def _number(value: Any) -> float | None:
+    """A number of JSON, or what stands for one that strict JSON lacks: nan, inf, -inf, and as W&B writes them."""
+    try:
+        found = float(value) if type(value) in (int, float, str) else None
+    except (ValueError, OverflowError):
+        return None
+    if isinstance(value, str):
+        return None if found is None or math.isfinite(found) else found
+    return None if found is None else value
+
+
+def _require_sense(name: str, value: Any) -> None:
+    """What was counted or timed is finite and not negative, and what others are divided by is not zero."""
+    if type(value) not in (int, float) or name in ANY_NUMBER:
+        return
+    if not (0 <= value < math.inf) or (not value and name in DIVISORS):
+        least = "> 0" if name in DIVISORS else ">= 0"
+        raise ValueError(f"{name} {_shown(value)}, allowed a finite number {least}")
+
+
+def _take_inside(record: Mapping[str, Any], path: str, kinds: Mapping[str, Any]) -> None:
+    found = _inside(record, path) or {}
+    for key, kind in kinds.items():
+        if key in found:
+            found[key] = _taken(found[key], kind, f"{path}.{key}")
+
+
+def _inside(record: Any, path: str) -> Any:
+    """What lies at a dotted path; None where nothing does."""
+    for key in path.split("."):
+        record = record.get(key) if isinstance(record, Mapping) else None
+    return record
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def history(row: Row) -> Iterator[tuple[int, dict[str, float]]]:
@@ -224,8 +439,7 @@ def compared(row: Row, rows: Sequence[Row], *, complete: bool = False) -> Row:
     """
     if row.status != "ok":
         return row
-    key = comparison_key(row.config)
-    beside = [item for item in reversed(rows) if item.config and comparison_key(item.config) == key]
+    beside = [item for item in reversed(rows) if item.config and item.compared_with == row.compared_with]
     refused = any(item.system == REFERENCE and item.preset is None and item.status in NO_ROOM for item in beside)
     kinds: list[tuple[str, str | None, bool]] = [(REFERENCE, None, False)]
     kinds += [(STAND_IN, None, False)] * (refused or complete)

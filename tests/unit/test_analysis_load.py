@@ -271,7 +271,7 @@ def test_folders_are_searched_in_order_and_files_read_once(tmp_path: Path) -> No
         ("", "no rows in it"),
         ("[1]\n{}\n", "line 1 has no row"),
         ('{"schema_version": 1, "speed": 3}\n{}\n', "line 1 has the field 'speed'"),
-        ('{"schema_version": 1, "status": "ok"}\n{}\n', "not rows of this bench"),
+        ('{"schema_version": 1, "status": "ok"}\n{}\n', "line 1 has no experiment, allowed a row with"),
         (json.dumps({**json.loads(row("zero3", [1.0]).to_json()), "schema_version": 0}) + "\n", "schema_version 0"),
         (
             json.dumps({**json.loads(row("zero3", [1.0]).to_json()), "tokens_per_s": "abc"}),
