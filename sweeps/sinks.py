@@ -1,17 +1,20 @@
 """Where a cell's progress and its row go: the console, the JSONL, W&B.
 
-Invariant: a row is on disk, whole and fsynced, before anything mirrors it; a mirror that fails says so in one line and
-changes nothing; two studies may append to one file and lose no row.
+Invariant: a row is on disk, whole and fsynced, before anything mirrors it, and where the disk has no room for it, it is printed
+and kept elsewhere; a mirror that fails says so in one line and changes nothing; two studies may append to one file and lose no row.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +22,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from sweeps.config import Cell
-from sweeps.result import Row
+from sweeps.result import Row, row_of_line, whole
+
+TAIL = 1 << 16
+"""Bytes that the end of a file of rows is read by, back to the last newline."""
+ROOM, ROOM_A_STEP = 1 << 16, 64
+"""Bytes that are kept free for a row, and for each of its steps: several times what rows take."""
 
 
 class Sink(Protocol):
@@ -55,24 +63,111 @@ class NullSink:
 
 
 class JsonlSink(NullSink):
-    """One line a row, appended under a lock, flushed and fsynced."""
+    """One line a row, appended under a lock and fsynced; room for it is reserved before the cell starts."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._room = ExitStack()
+
+    def start(self, cell: Cell) -> None:
+        """Reserve room, in a file without a name, which a kill takes along. OSError where there is none."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            file = self._room.enter_context(tempfile.TemporaryFile(dir=self.path.parent))  # noqa: SIM115
+            os.posix_fallocate(file.fileno(), 0, ROOM + ROOM_A_STEP * cell.measure.num_steps)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a file system that reserves nothing
+                raise OSError(error.errno, f"{error.strerror}: no room for a row", str(self.path)) from None
 
     def row(self, row: Row) -> None:
-        """Append; a torn last line of a killed writer is cut off first, for no reader could tell it from a row."""
-        line = row.to_json().encode() + b"\n"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            file.seek(0)
-            content = file.read()
-            if content and not content.endswith(b"\n"):
-                file.truncate(content.rfind(b"\n") + 1)
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
+        """Append. OSError where that cannot be done: then the row is on stderr, and where its message says."""
+        line = row.to_json().encode()
+        self.close()
+        try:
+            row_of_line(line, "the row")  # what nobody could read would cost the rows around it
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            append(self.path, line)
+        except ValueError as error:
+            raise OSError(errno.EINVAL, f"{error}; {_saved(row, line)}", str(self.path)) from error
+        except OSError as error:
+            told = f"{error.strerror}; {_saved(row, line)}: append it to the file"
+            raise OSError(error.errno, told, str(self.path)) from error
+
+    def close(self) -> None:
+        """Give the room free."""
+        self._room.close()
+
+
+def append(path: Path, line: bytes) -> None:
+    """Write `line` and a newline at the end of the file, all of it or nothing; OSError where that fails.
+
+    A last line without its newline that is whole gets one. One that is not, its writer was killed, is moved to PATH.torn: no
+    reader could tell it from a row.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        end = os.fstat(descriptor).st_size
+        tail = _tail(descriptor, end)
+        if tail and not whole(tail):
+            _write(path.with_name(f"{path.name}.torn"), tail + b"\n")
+            end -= len(tail)
+            os.ftruncate(descriptor, end)
+        try:
+            _write_all(descriptor, (b"\n" if whole(tail) else b"") + line + b"\n")
+            os.fsync(descriptor)
+            if not end:
+                _sync_name(path)
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(descriptor, end)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _tail(descriptor: int, end: int) -> bytes:
+    """What follows the last newline before `end`."""
+    tail = b""
+    while end and b"\n" not in tail:
+        start = max(0, end - TAIL)
+        tail = os.pread(descriptor, end - start, start) + tail
+        end = start
+    return tail.rpartition(b"\n")[2]
+
+
+def _sync_name(path: Path) -> None:
+    """A new file is on disk when its folder is."""
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _saved(row: Row, line: bytes) -> str:
+    """Put a row that could not be appended into a temporary file and on stderr; says where it is."""
+    where = "printed above"
+    with suppress(OSError):
+        descriptor, name = tempfile.mkstemp(prefix="row-", suffix=".jsonl")
+        os.close(descriptor)
+        _write(Path(name), line + b"\n")
+        where += f" and kept in {name}"
+    with suppress(OSError):
+        print(line.decode(), file=sys.stderr, flush=True)
+    return f"the row of cell {row.cell} is {where}"
 
 
 class WandbSink(NullSink):

@@ -21,7 +21,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from sweeps import auto, ceilings, environment
+from sweeps import auto, ceilings, environment, lock
 from sweeps.check import SURVEY_S, survey
 from sweeps.config import Cell, Machine, cell_from
 from sweeps.data import batches, corpus_of
@@ -107,35 +107,62 @@ def run_cell(cell: Cell, label: str, deadline: float = math.inf) -> Row:
 
     deadline: on time.monotonic's clock; TimeIsUpError, without a row, where the cell has not ended by then.
     Studies that share an output folder share cells: what one of them has measured is written again with the other's label.
+    Another process that measures the cell is waited for: two at once would disturb each other.
     """
     known = latest(cell)
+    if known is not None and stands(cell) and _labelled(known, cell) and not _unmirrored(known, cell):
+        _say_skipped(known, cell, label)
+        return known
+
+    def waiting(holder: str) -> None:
+        print(f"{label} {cell.system}: {cell.hash} is being measured by {holder}; waiting for its row", flush=True)
+
+    try:
+        with lock.held(cell.output_dir / f".{cell.hash}.lock", deadline, waiting):
+            return _run_locked(cell, label, deadline)
+    except lock.LockTimeoutError:
+        raise TimeIsUpError from None
+    except ValueError:
+        tidy(cell.output_dir)
+        raise
+
+
+def _run_locked(cell: Cell, label: str, deadline: float) -> Row:
+    """`run_cell` in the one process that measures the cell; what another one measured before it stands."""
+    known = latest(cell)
     if known is not None and stands(cell):
-        speed = f"{known.tokens_per_s:,.0f} tokens/s" if known.tokens_per_s else known.reason
-        digits, dash, dirty = (known.git_commit or "no commit").partition("-")
-        commit = digits[:12] + dash + dirty
-        print(
-            f"{label} {cell.system}: skipped, {cell.hash} is already {known.status} ({speed}; {known.started_at}, {commit})",
-            flush=True,
-        )
+        _say_skipped(known, cell, label)
         if not _labelled(known, cell):
             return _relabelled(known, cell)
-        if cell.logging.wandb == "offline" and offline_run(known, cell.output_dir, cell.logging.project) is None:
+        if _unmirrored(known, cell):
             _mirror(cell).row(known)  # who wrote it was stopped before that
         return known
     sinks: list[Sink] = [*_records(cell), ConsoleSink(label)]
     log = cell.output_dir / "logs" / f"{cell.system}-{cell.hash}.log"
     try:
-        row = _measure(cell, log, sinks, deadline)
+        try:
+            row = _measure(cell, log, sinks, deadline)
+        except ValueError:
+            log.unlink(missing_ok=True)
+            raise
         for sink in sinks:
             sink.row(row)
-    except ValueError:
-        log.unlink(missing_ok=True)
-        tidy(cell.output_dir)
-        raise
     finally:
         for sink in sinks:
             sink.close()
     return row
+
+
+def _say_skipped(known: Row, cell: Cell, label: str) -> None:
+    speed = f"{known.tokens_per_s:,.0f} tokens/s" if known.tokens_per_s else known.reason
+    digits, dash, dirty = (known.git_commit or "no commit").partition("-")
+    told = f"{speed}; {known.started_at}, {digits[:12] + dash + dirty}"
+    print(f"{label} {cell.system}: skipped, {cell.hash} is already {known.status} ({told})", flush=True)
+
+
+def _unmirrored(known: Row, cell: Cell) -> bool:
+    logging = cell.logging
+    return logging.wandb == "offline" and offline_run(known, cell.output_dir, logging.project) is None
 
 
 def _records(cell: Cell) -> list[Sink]:
@@ -163,7 +190,7 @@ def _relabelled(row: Row, cell: Cell) -> Row:
 
 
 def _measure(cell: Cell, log: Path, sinks: Sequence[Sink], deadline: float) -> Row:
-    started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds")
     for sink in sinks:
         sink.start(cell)
     if cell.hash in REFUSED:
@@ -200,7 +227,10 @@ def _measure(cell: Cell, log: Path, sinks: Sequence[Sink], deadline: float) -> R
         outcome.crowd_device_bytes = crowd.num_bytes
         outcome.reason = "; ".join(filter(None, (outcome.reason, str(crowd))))
     row = row_of(cell, outcome, started_at=started_at, machine=environment.machine(cell.machine, peak))
-    return compared(row, rows_of(cell.rows_path))
+    try:
+        return compared(row, rows_of(cell.rows_path))
+    except (ValueError, OSError):  # a file that was damaged meanwhile costs no measurement; analysis compares the row later
+        return row
 
 
 def known_rates(cell: Cell) -> dict[str, float] | None:
@@ -246,7 +276,7 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
         num_micro_batches=cell.shape.num_micro_batches,
         status=outcome.status,
         reason=named("; ".join(filter(None, (_stopped(cell, len(windows), measured), outcome.reason))), cell),
-        preset=cell.options.get("preset"),
+        preset=None if cell.options.get("preset") is None else str(cell.options["preset"]),
         num_params=plan.get("num_params"),
         tokens_per_s=tokens_per_s,
         step_s=[item["seconds"] / cell.measure.steps_per_window for item in windows] if measured else [],
@@ -299,8 +329,11 @@ def tidy(output_dir: Path) -> None:
 
 
 def finish(cells: Sequence[Cell]) -> int:
-    """Say what was not measured, print the table and figure, say where everything is; the exit code."""
-    measured = 0
+    """Say what was not measured, print the table and figure, say where everything is; the exit code.
+
+    0 where a cell has its number and every report was made.
+    """
+    measured, failed = 0, False
     for path in dict.fromkeys(cell.rows_path for cell in cells):
         mine = [cell for cell in cells if cell.rows_path == path]
         rows = [(cell, latest(cell)) for cell in mine]
@@ -310,7 +343,10 @@ def finish(cells: Sequence[Cell]) -> int:
         if path.exists() and good:
             command = [sys.executable, "-m", "analysis.report", str(path)]
             # In a session of its own a Ctrl-C reaches this process alone, which stops the report without its traceback.
-            subprocess.run(command, stdin=subprocess.DEVNULL, start_new_session=True, check=False)
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, start_new_session=True, check=False)
+            if done.returncode:
+                failed = True
+                print(f"report: not made; make it again with python -m analysis.report {path}", file=sys.stderr, flush=True)
         lacking = [(cell.system, row) for cell, row in rows if row is None or row.status != "ok"]
         whys = [(system, f"{row.status}: {row.reason}" if row else "not run") for system, row in lacking]
         for (system, why), count in Counter(whys).items():
@@ -319,4 +355,4 @@ def finish(cells: Sequence[Cell]) -> int:
             print(f"rows: {path}")
         if (path.parent / "wandb").is_dir() and mine[0].logging.wandb != "disabled":
             print(f"W&B: {path.parent / 'wandb'}")
-    return 0 if measured else 1
+    return 0 if measured and not failed else 1
