@@ -243,7 +243,7 @@ def known_rates(cell: Cell) -> dict[str, float] | None:
         return None
     for row in rows_of(cell.rows_path):
         mine = (row.system, row.machine.get("boot"), row.git_commit) == (cell.system, here, commit)
-        if mine and "rates" in row.plan and _probing(row.config) == _probing(cell.config):
+        if mine and row.config and "rates" in row.plan and _probing(row.config) == _probing(cell.config):
             return dict(row.plan["rates"])
     return None
 

@@ -57,9 +57,9 @@ def trials(start: Cell) -> list[Row]:
     The start, a file of conf/system, is what the study is called after.
     """
     alike: dict[str, Row] = {}
-    for row in study.rows_of(start.rows_path):
+    for row in filter(lambda row: row.config, study.rows_of(start.rows_path)):
         same_search = (row.experiment, row.system) == (start.experiment, start.system)
-        same_work = comparison_key(row.config) == comparison_key(start.config)
+        same_work = row.compared_with == comparison_key(start.config)
         same_timing = hashed(row.config)["measure"] == hashed(start.config)["measure"]
         if same_search and same_work and same_timing and study.comparable(row, start):
             alike[row.cell] = row
@@ -83,7 +83,7 @@ def pruned(cell: Cell) -> Cell:
 
 def machine_of(row: Row) -> str:
     """GPU and cores in words."""
-    return f"{row.machine.get('gpu') or 'a CPU'} with {row.machine['num_cores']} cores"
+    return f"{row.machine.get('gpu') or 'a CPU'} with {row.machine.get('num_cores')} cores"
 
 
 def finish(start: Cell, choice: str, folder: Path = TUNED) -> int:

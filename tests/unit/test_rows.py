@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from analysis import load, report
-from sweeps import auto, environment, lock, study, upload
+from sweeps import auto, environment, lock, study, tuner, upload
 from sweeps.config import Cell
 from sweeps.errors import one_line
 from sweeps.isolate import Outcome
@@ -275,8 +275,9 @@ def test_a_row_of_wrong_types_is_one_line_with_its_place(tmp_path: Path, path: s
     assert path.split(".")[0] in told
     assert "\n" not in told
     assert len(told) < 600 + len(str(file))
-    with pytest.raises(ValueError, match="line 3 has "):
-        load.load(file)
+    for read in (load.load, lambda source: upload.rows_in(source, "")):
+        with pytest.raises(ValueError, match="line 3 has "):
+            read(file)
 
 
 @pytest.mark.parametrize(
@@ -305,6 +306,15 @@ def test_what_is_read_can_be_reported() -> None:
     assert min(len(accepted), len(refused)) > 80
     for part in report.sections(load.from_rows(accepted)):
         assert report.markdown(part)
+
+
+def test_a_row_without_a_config_is_nobody_s_trial_and_tells_no_rates(tmp_path: Path) -> None:
+    cell = cell_in(tmp_path, "system=megatrain")
+    machine = environment.machine(cell.machine, None)
+    known = study.row_of(cell, Outcome(), started_at="", machine=machine)
+    save(cell.rows_path, [replace(known, config={}, plan={"rates": {"adamw_params": 1.0}})])
+    assert study.known_rates(cell) is None
+    assert tuner.trials(cell) == []
 
 
 def test_every_committed_row_is_read_and_written_as_it_was() -> None:
