@@ -18,7 +18,7 @@ import torch
 from baselines.common import AS_MANY_AS_FIT, CommonOptions
 from baselines.model import build_skeleton, config_of
 from baselines.system import ModelSpec, SystemSpec
-from engine import HOST_OVERHEAD, USABLE_DEVICE, Plan, layer_activation_bytes, logits_bytes
+from engine import HOST_OVERHEAD, USABLE_DEVICE, Plan, Widths, layer_activation_bytes, logits_bytes
 
 CUDA_WORKSPACE_BYTES = 1 << 30
 """cuBLAS and cuDNN workspaces and the allocator's fragments."""
@@ -41,7 +41,7 @@ def activation_bytes(spec: SystemSpec, options: CommonOptions) -> dict[str, int]
     )
     temporaries = graph - kept
     if spec.model.attn_implementation == "eager":
-        kept += tokens * spec.shape.seq_len * config.num_attention_heads * (2 * itemsize + 4)
+        kept += tokens * spec.shape.seq_len * Widths.of(config).heads * (2 * itemsize + 4)
     logits = logits_bytes(config.vocab_size, min(options.loss_chunk, tokens), itemsize, compiled=options.compile)
     hidden = tokens * config.hidden_size * itemsize
     num_layers: int = config.num_hidden_layers

@@ -59,6 +59,11 @@ def config_of(spec: ModelSpec) -> Any:
         raise ValueError(
             f"model.config: got {dict(spec.config)}, allowed what the {spec.model_type} config accepts; {_one_line(error)}"
         ) from None
+    if getattr(config, "output_router_logits", False):
+        raise ValueError(
+            "model.config.output_router_logits: got True, allowed False; remove it, for every system's loss is "
+            "the cross-entropy alone, without the auxiliary one of the routers"
+        )
     config.use_cache = False
     for key, value in config.to_dict().items():
         random = any(word in key for word in ("dropout", "layerdrop", "jitter")) or key.endswith("_pdrop")

@@ -9,7 +9,7 @@ from engine.engine import MegaTrain
 from engine.kernel import KernelError, cache_directory, native
 from engine.optimizer import clip_scale, norm_of
 from engine.placement import USABLE_DEVICE
-from engine.plan import Plan, layer_activation_bytes, logits_bytes
+from engine.plan import Plan, Widths, layer_activation_bytes, logits_bytes
 from engine.planner import HOST_OVERHEAD, Machine
 from engine.recipe import IGNORE_INDEX, Batch, NonFiniteLossError, Recipe
 from engine.template import KEEP_BUDGET
@@ -30,6 +30,7 @@ __all__ = [
     "Rates",
     "Recipe",
     "Timeline",
+    "Widths",
     "cache_directory",
     "clip_scale",
     "layer_activation_bytes",

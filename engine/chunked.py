@@ -15,6 +15,7 @@ from torch import nn
 from torch.func import functional_call
 
 from engine.compiled import Grads, JointPull, Weights
+from engine.config import RefusedError
 from engine.slots import gradients
 
 
@@ -142,5 +143,7 @@ def is_only_added(output: torch.Tensor) -> bool:
     return root is not None and root.name() == "AddBackward0"
 
 
-def _refusal(chunk: int, module: nn.Module, why: str) -> ValueError:
-    return ValueError(f"system.mlp_chunk: got {chunk}, allowed 0 for {type(module).__name__}, which {why}; set system.mlp_chunk=0")
+def _refusal(chunk: int, module: nn.Module, why: str) -> RefusedError:
+    return RefusedError(
+        f"system.mlp_chunk: got {chunk}, allowed 0 for {type(module).__name__}, which {why}; set system.mlp_chunk=0"
+    )

@@ -11,6 +11,10 @@ MAX_THREADS = 4096
 """More than a host has cores. OpenMP sets up a team on the caller's stack: it stood 20,000 threads, 100,000 overran the stack."""
 
 
+class RefusedError(ValueError):
+    """A model or a setting that the engine does not train with; one line: what it got, what is allowed, what to do."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """The engine's own knobs, the `system` config group."""

@@ -16,15 +16,22 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from engine.config import RefusedError
 from engine.layout import Layout, pack
 from engine.randomness import refuse_random
 from engine.template import Template, share_templates
 
 T = TypeVar("T")
+BEFORE, AFTER = "before the layers", "after the layers"
+"""The parts of a model that are not its layers."""
 
 
 class _LastLayerReachedError(Exception):
     """Ends a recording run before the final norm and the head."""
+
+
+class _NotThere:
+    """Stands for what a layer returns beside the hidden states: who only keeps it may, who uses it finds nothing in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +51,9 @@ class Recording:
     calls: list[Call]
 
 
+CONNECTED = "layers that only the hidden states connect"
+
+
 class Decoder:
     """The parts of one model skeleton. Its layer modules are replaced by recorders for good."""
 
@@ -51,7 +61,9 @@ class Decoder:
         """mlp_chunk: as `Template` takes it."""
         self.model = model
         self.prefix, layers = _find_layers(model)
+        _refuse_auxiliary_loss(model)
         _refuse_dropout(model)
+        _switch_off_checkpointing(model)
         self.layers = layers
         self.templates: list[Template] = share_templates(layers, mlp_chunk=mlp_chunk)
         self.blocks: list[dict[str, torch.Size]] = _blocks(model, self.prefix, layers)
@@ -59,8 +71,10 @@ class Decoder:
         """Full names of parameters that are not trained."""
         self._known: set[str] = set()
         self._inject: torch.Tensor | None = None
+        self._passed: torch.Tensor | None = None
         self._first: list[torch.Tensor] = []
         self._calls: list[Call] = []
+        self._last = self.num_layers - 1
         for index, layer in enumerate(layers):
             layer.forward = partial(self._record, index)
 
@@ -100,30 +114,38 @@ class Decoder:
 
     def outer_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters outside the layers by name, as bound."""
-        wanted = self.blocks[0] | self.blocks[-1]
-        return {name: p for name, p in self.model.named_parameters() if name in wanted}
+        parameters = dict(self.model.named_parameters())
+        return {name: parameters[name] for name in self.blocks[0] | self.blocks[-1]}
 
-    def record(self, tokens: torch.Tensor, attention_mask: torch.Tensor | None) -> Recording:
-        """Run the model as far as its last layer's call. tokens: int64 [micro_batch, seq_len] on the device.
+    def assign(self, used_before: set[str]) -> None:
+        """Move to embed what is registered after the layers but used before them; the names are full ones."""
+        head = self.blocks[-1]
+        self.blocks[0] |= {name: shape for name, shape in head.items() if name in used_before}
+        self.blocks[-1] = {name: shape for name, shape in head.items() if name not in used_before}
 
-        Raises ValueError where random numbers are drawn on the way, or the model does not call each layer once.
+    def record(self, tokens: torch.Tensor, attention_mask: torch.Tensor | None, *, last: int = -1) -> Recording:
+        """Run the model as far as the call of layer `last`, which is the last of all where it is negative.
+
+        tokens: int64 [micro_batch, seq_len] on the device. Raises ValueError where random numbers are drawn on the way, or
+        the model does not call each layer once.
         """
-        hidden, calls = self._checked("before the layers", tokens.device, partial(self._run, tokens, attention_mask))
-        if len(calls) != self.num_layers:
-            raise ValueError(
-                f"model: {type(self.model).__name__} called {len(calls)} of its {self.num_layers} layers, "
-                "allowed are models that call every layer once; choose another model"
-            )
+        self._last = last % self.num_layers
+        hidden, calls = self._checked(BEFORE, tokens.device, partial(self._run, tokens, attention_mask))
+        if len(calls) != self._last + 1:
+            raise self._refusal(f"calls {len(calls)} of its {self.num_layers} layers", "all of them, one after another")
         return Recording(hidden=hidden[0], calls=calls)
 
     def _run(self, tokens: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple[list[torch.Tensor], list[Call]]:
-        self._calls = []
-        hidden: list[torch.Tensor] = []
-        self._first = hidden
+        self._calls, self._first = [], []
         with contextlib.suppress(_LastLayerReachedError):
             self.model(input_ids=tokens, attention_mask=attention_mask, use_cache=False)
+        self._passed = None
         calls, self._calls = self._calls, []
-        return hidden, calls
+        return self._first, calls
+
+    def expect_no_random_numbers(self) -> None:
+        """Leave out the look at the generators, which fake tensors do not move."""
+        self._known |= {BEFORE, AFTER}
 
     def _checked(self, part: str, device: torch.device, run: Callable[[], T]) -> T:
         """What `run` returns; at the first of each part ValueError where it draws random numbers."""
@@ -133,45 +155,87 @@ class Decoder:
         self._known.add(part)
         return found
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Final norm, head and soft cap of [rows, tokens, hidden]: the model's own tail, differentiable in `hidden`."""
-        embeds = hidden.detach()
+    def embeds_like(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the model takes for embeddings of as many tokens; as wide as `hidden` but where a projection lies between."""
         width = getattr(self.model.get_input_embeddings(), "embedding_dim", hidden.shape[-1])  # type: ignore[operator]
-        if width != hidden.shape[-1]:  # a projection comes before the layers, as in OPT's smallest
-            embeds = hidden.new_zeros((*hidden.shape[:-1], width))
+        return hidden.detach() if width == hidden.shape[-1] else hidden.new_zeros((*hidden.shape[:-1], width))
+
+    def logits(self, hidden: torch.Tensor, given: torch.Tensor | None = None) -> torch.Tensor:
+        """Final norm, head and soft cap of [rows, tokens, hidden]: the model's own tail, differentiable in `hidden`.
+
+        given: what the model is called with, like `embeds_like`; its values do not matter.
+        """
         self._inject = hidden
         try:
-            run = partial(self.model, inputs_embeds=embeds, use_cache=False)
-            output: torch.Tensor = self._checked("after the layers", hidden.device, run).logits
+            run = partial(self.model, inputs_embeds=self.embeds_like(hidden) if given is None else given, use_cache=False)
+            output = self._checked(AFTER, hidden.device, run)
         finally:
             self._inject = None
-        return output
+        return output.logits  # type: ignore[no-any-return]
 
-    def _record(self, index: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-        hidden: torch.Tensor = args[0] if args else kwargs.pop("hidden_states")
-        last = index == self.num_layers - 1
+    def _record(self, index: int, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs.pop("hidden_states", None)
         if self._inject is not None:
-            return self._inject if last else hidden
+            return self._outputs(index, self._inject if index == self.num_layers - 1 else hidden)
+        self._check_call(index, hidden, (args[1:], kwargs))
         if index == 0:
             self._first.append(hidden)
-        for value in tensors((args[1:], kwargs)):
-            if value.requires_grad:
-                raise ValueError(
-                    f"model: {type(self.layers[index]).__name__} is called with a second differentiable tensor; "
-                    "allowed are layers that only the hidden states connect; choose another model"
-                )
         self._calls.append(Call(args=args[1:], kwargs=kwargs))
-        if last:
+        if index == self._last:
             raise _LastLayerReachedError
-        return hidden
+        self._passed = hidden
+        return self._outputs(index, hidden)
+
+    def _outputs(self, index: int, hidden: torch.Tensor) -> Any:
+        """`hidden` as the layer would return it."""
+        number = self.templates[index].num_outputs
+        return (hidden, *(_NotThere() for _ in range(1, number))) if number else hidden
+
+    def _check_call(self, index: int, hidden: Any, others: Any) -> None:
+        name = type(self.layers[index]).__name__
+        if not isinstance(hidden, torch.Tensor):
+            raise self._refusal(f"calls {name} without hidden states", "layers that are given them first")
+        if index != len(self._calls):
+            raise self._refusal(f"calls layer {index} after {len(self._calls)} calls", "each layer once, in order")
+        if index and hidden is not self._passed:
+            raise self._refusal(f"changes the hidden states between {name}s", "layers that take what the one before gave")
+        for value in leaves_of(others):
+            if isinstance(value, _NotThere):
+                raise self._refusal(f"gives {name} what another returned beside the hidden states", CONNECTED)
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                raise self._refusal(f"calls {name} with a second differentiable tensor", CONNECTED)
+
+    def _refusal(self, got: str, allowed: str) -> RefusedError:
+        return RefusedError(f"model: {type(self.model).__name__} {got}, allowed {allowed}; choose another model")
 
 
 def _find_layers(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
+    """The first list of layers in what the model says decodes its text, else in the model."""
     names = set(getattr(model, "_no_split_modules", None) or ())
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    start = next((path for path, module in model.named_modules() if module is decoder), "")
     for path, module in model.named_modules():
+        if not path.startswith(start):
+            continue
         if isinstance(module, nn.ModuleList) and len(module) and {type(layer).__name__ for layer in module} <= names:
             return path, list(module)
-    raise ValueError(f"model: {type(model).__name__} has no list of decoder layers; allowed are decoder-only transformers models")
+    raise RefusedError(f"model: {type(model).__name__} has no list of decoder layers; allowed are decoder-only transformers models")
+
+
+def _refuse_auxiliary_loss(model: nn.Module) -> None:
+    for module in model.modules():
+        if getattr(getattr(module, "config", None), "output_router_logits", False):
+            raise RefusedError(
+                "model.config.output_router_logits: got True, allowed False; set it to False, for the loss is "
+                "the cross-entropy alone, without the auxiliary one of the routers"
+            )
+
+
+def _switch_off_checkpointing(model: nn.Module) -> None:
+    """The engine recomputes the layers itself."""
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False
 
 
 def _refuse_dropout(model: nn.Module) -> None:
@@ -205,7 +269,7 @@ def _blocks(model: nn.Module, prefix: str, layers: Sequence[nn.Module]) -> list[
     inner = [{name: p.shape for name, p in layer.named_parameters()} for layer in layers]
     shared = {id(p) for layer in layers for p in layer.parameters()}
     if len(shared) != sum(len(block) for block in inner):
-        raise ValueError(
+        raise RefusedError(
             "model: decoder layers share parameters; allowed are layers with weights of their own; choose another model"
         )
     return [before, *inner, after]
@@ -213,11 +277,15 @@ def _blocks(model: nn.Module, prefix: str, layers: Sequence[nn.Module]) -> list[
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
     """All tensors in nested tuples, lists and mappings."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors(item)
-    elif isinstance(value, (tuple, list)):
+    return (leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor))
+
+
+def leaves_of(value: Any) -> Iterator[Any]:
+    """All that is in nested tuples, lists and mappings."""
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
         for item in value:
-            yield from tensors(item)
+            yield from leaves_of(item)
+    else:
+        yield value

@@ -26,6 +26,7 @@ from engine.pipeline import LANES, Pipeline
 from engine.plan import Plan
 from engine.planner import Machine, Planner
 from engine.recipe import Batch, Recipe
+from engine.rehearsal import rehearse
 from engine.streams import CudaLanes, Lanes, TwinLanes
 from engine.timeline import Timeline, last_step
 
@@ -65,6 +66,7 @@ class MegaTrain:
         self.shape = (num_micro_batches, micro_batch_size, seq_len)
         self._lanes = lanes
         self._decoder = Decoder(model, mlp_chunk=self.config.mlp_chunk)
+        rehearse(self._decoder, dtype=dtype, device=self.device, micro_batch=self.shape[1:])
         asked = Pipeline(
             num_layers=self._decoder.num_layers,
             depth=self.config.depth,
@@ -251,6 +253,18 @@ class MegaTrain:
         lanes.drain()
         for block in range(self.pipeline.num_blocks):
             for name, value in store.parameters(block):
+                yield self._decoder.full_name(block, name), value
+
+    def moments(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, fp32 copy on the host) of every parameter's first moment.
+
+        After one step it is 1 - beta1 times the gradient, as clipped.
+        """
+        store, executor, lanes = self._ready()
+        lanes.drain()
+        executor.finish_moments()
+        for block in range(self.pipeline.num_blocks):
+            for name, value in store.moments(block):
                 yield self._decoder.full_name(block, name), value
 
     def save(self, directory: Path) -> None:

@@ -126,6 +126,11 @@ class HostStore:
             extra = None if state.extra is None else state.extra[part]
             yield f.name, read_master(state.weight[part], extra).to("cpu", copy=True).view(f.shape)
 
+    def moments(self, block: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """(local name, fp32 copy on the host) of the first moment of a block's parameters."""
+        for f, view in self.spec.layouts[block].items(self.states[block].exp_avg):
+            yield f.name, view.to("cpu", copy=True)
+
     def close(self) -> None:
         """Unpin; idempotent."""
         self._arena.close()

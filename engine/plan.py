@@ -7,7 +7,7 @@ observed is a comparison and not a guess.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -51,17 +51,32 @@ class Widths:
 
     @classmethod
     def of(cls, config: Any) -> Widths:
-        """From a transformers config."""
-        heads: int = config.num_attention_heads
-        width: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+        """From a transformers config: of its text model where there are several, of the widest layer where layers differ."""
+        config = config.get_text_config(decoder=True) if hasattr(config, "text_config") else config
+        if not getattr(config, "is_heterogeneous", False):
+            return cls._of_layer(config)
+        each = [cls._of_layer(layer) for layer in config.per_layer_config]
+        return cls(**{f.name: max(getattr(widths, f.name) for widths in each) for f in fields(cls)})
+
+    @classmethod
+    def _of_layer(cls, config: Any) -> Widths:
+        """A layer without attention, as Mamba's, has no heads."""
+        heads = _number(config, "num_attention_heads")
+        width = _number(config, "head_dim") or (config.hidden_size // heads if heads else 0)
         return cls(
             hidden=config.hidden_size,
-            inner=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            inner=_number(config, "intermediate_size") or 4 * config.hidden_size,
             queries=heads * width,
-            keys=(getattr(config, "num_key_value_heads", None) or heads) * width,
+            keys=(_number(config, "num_key_value_heads") or heads) * width,
             vocab=config.vocab_size,
             heads=heads,
         )
+
+
+def _number(config: Any, name: str) -> int:
+    """A size as the config has it, the largest where it has one a layer, 0 where it has none."""
+    value = getattr(config, name, None) or 0
+    return max(value) if isinstance(value, (list, tuple)) else value
 
 
 def layer_activation_bytes(
@@ -130,10 +145,11 @@ def device_bytes(
     chunked = num_chunks(rows, seq_len, loss_chunk) * num_micro_batches > 1
     wide = (layer * (num_micro_batches > 1) + outer * chunked) * 4 if dtype != torch.float32 else 0
     saved = -(-(p.num_layers - p.kept_layers) // p.checkpoint_interval) + p.checkpoint_interval - 1
-    hidden = tokens * config.hidden_size * size
+    widths = Widths.of(config)
+    hidden = tokens * widths.hidden * size
     chunk, matrix = min(tokens, loss_chunk), max(layouts[0].numel, layouts[-1].numel)
-    logits = logits_bytes(config.vocab_size, chunk, size, compiled=compiled)
-    head = max(logits, (chunk * config.vocab_size + matrix) * size)  # then one gradient of the logits and the head's own
+    logits = logits_bytes(widths.vocab, chunk, size, compiled=compiled)
+    head = max(logits, (chunk * widths.vocab + matrix) * size)  # then one gradient of the logits and the head's own
     layer_bytes = partial(layer_activation_bytes, config, tokens, size, compiled=compiled, mlp_chunk=mlp_chunk)
     kept = num_micro_batches * layer_bytes(backward=False)
     moved = num_micro_batches * offloaded_bytes(config, tokens, size, compiled=compiled, mlp_chunk=mlp_chunk)

@@ -18,6 +18,7 @@ from torch.func import functional_call
 
 from engine.chunked import ChunkedMLP, is_only_added
 from engine.compiled import JointPull
+from engine.config import RefusedError
 from engine.randomness import refuse_random
 from engine.slots import gradients
 
@@ -49,6 +50,8 @@ class Template:
         self.mlp = ChunkedMLP(self.module, mlp_chunk) if mlp_chunk else None
         copies = () if self.mlp is None else (self.mlp.module,)
         self._indexed = [m for m in (*self.module.modules(), *copies) if hasattr(m, INDEX)]
+        self.num_outputs = 0
+        """Length of the tuple that the layer returns, its output first; 0 where it returns the output alone."""
         self._call: Callable[..., Any] = self._plain
         self._pull: JointPull | None = None
         self.unchecked = False
@@ -68,7 +71,8 @@ class Template:
 
     def _plain(self, weights: dict[str, torch.Tensor], hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A template's parameters are never tied (__init__ makes each anew); looking for ties would take longer than the call.
-        return functional_call(self.module, weights, (hidden, *args), kwargs, tie_weights=False)
+        outputs = functional_call(self.module, weights, (hidden, *args), kwargs, tie_weights=False)
+        return outputs[0] if self.num_outputs else outputs
 
     def forward(self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor, call: Call, index: int) -> torch.Tensor:
         """The layer's output. weights: local name -> view of a slot; hidden: [micro_batch, seq_len, hidden].
@@ -83,11 +87,27 @@ class Template:
             self.unchecked = False
         else:
             output = self._call(*given)
-        if not isinstance(output, torch.Tensor):
-            raise ValueError(
-                f"model: {type(self.module).__name__} returns {type(output).__name__}, allowed a tensor; use transformers >= 5.17"
-            )
-        return output
+        self._check(output, hidden)
+        return output  # type: ignore[no-any-return]
+
+    def learn_outputs(self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor, call: Call, index: int) -> torch.Tensor:
+        """`forward`, which finds `num_outputs`. Raises RefusedError where the output is not hidden states like `hidden`."""
+        self._set_index(index)
+        self.num_outputs = 0
+        outputs = self._plain(dict(weights), hidden, call.args, dict(call.kwargs))
+        if isinstance(outputs, tuple) and outputs:
+            self.num_outputs, outputs = len(outputs), outputs[0]
+        self._check(outputs, hidden)
+        return outputs  # type: ignore[no-any-return]
+
+    def _check(self, output: Any, hidden: torch.Tensor) -> None:
+        if isinstance(output, torch.Tensor) and output.shape == hidden.shape:
+            return
+        name, got = type(self.module).__name__, type(output).__name__
+        got = f"{got} of shape {list(output.shape)}" if isinstance(output, torch.Tensor) else got
+        raise RefusedError(
+            f"model: {name} returns {got}, allowed hidden states of shape {list(hidden.shape)} as it is given; choose another model"
+        )
 
     def _set_index(self, index: int) -> None:
         for module in self._indexed:

@@ -126,6 +126,7 @@ def test_materialise_refuses_other_weights():
         (ModelSpec(name="x", model_type="llama", config={"hidden_size": "a"}), ["model.config", "hidden_size"]),
         (ModelSpec(name="x", model_type="llama", config={"hidden_size": 30}), ["model.config", "multiple"]),
         (ModelSpec(name="x", model_type="llama", attn_implementation="fast"), ["model.attn_implementation", "'fast'", "sdpa"]),
+        (ModelSpec(name="x", model_type="mixtral", config={"output_router_logits": True}), ["output_router_logits: got True"]),
     ],
 )
 def test_mistakes_are_one_line(spec, words):
