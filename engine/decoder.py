@@ -212,7 +212,8 @@ class Decoder:
 def _find_layers(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
     """The first list of layers in what the model says decodes its text, else in the model."""
     names = set(getattr(model, "_no_split_modules", None) or ())
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    get_decoder: Any = getattr(model, "get_decoder", lambda: model)
+    decoder = get_decoder()
     start = next((path for path, module in model.named_modules() if module is decoder), "")
     for path, module in model.named_modules():
         if not path.startswith(start):
@@ -235,7 +236,7 @@ def _switch_off_checkpointing(model: nn.Module) -> None:
     """The engine recomputes the layers itself."""
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
-            module.gradient_checkpointing = False
+            setattr(module, "gradient_checkpointing", False)  # noqa: B010 - no attribute of nn.Module
 
 
 def _refuse_dropout(model: nn.Module) -> None:

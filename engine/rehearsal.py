@@ -133,7 +133,7 @@ def _first_of_each_kind(twin: Decoder) -> list[int]:
     return list(found.values())
 
 
-class _NothingAtRandom(TorchDispatchMode):
+class _NothingAtRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A random number drawn alone is 0: what is left out with some probability is left out."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -143,7 +143,7 @@ class _NothingAtRandom(TorchDispatchMode):
 
 
 def _enter(twin: Decoder, tokens: torch.Tensor, last: int = -1) -> Recording:
-    with _NothingAtRandom():
+    with _NothingAtRandom():  # type: ignore[no-untyped-call]
         return twin.record(tokens, None, last=last)
 
 
