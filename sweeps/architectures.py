@@ -23,7 +23,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -98,7 +98,8 @@ def make_model(config: Any, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).float().train()
+    from_config: Callable[..., Any] = AutoModelForCausalLM.from_config
+    model = from_config(config).float().train()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -118,7 +119,8 @@ def train_plain(model: nn.Module) -> Trained:
         eps=RECIPE.eps,
         weight_decay=RECIPE.weight_decay,
     )
-    losses, first = [], {}
+    losses: list[float] = []
+    first: dict[str, torch.Tensor] = {}
     for batch in batches():
         loss, sums = _summed_gradients(model, batch)
         norms = [torch.linalg.vector_norm(gradient.double()) for gradient in sums.values()]
@@ -135,7 +137,8 @@ def train_plain(model: nn.Module) -> Trained:
 
 
 def _summed_gradients(model: nn.Module, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
-    total, sums = 0.0, {}
+    total = 0.0
+    sums: dict[str, torch.Tensor] = {}
     for tokens, labels in zip(batch.tokens, batch.labels, strict=True):
         model.zero_grad()
         logits = model(input_ids=tokens, use_cache=False).logits.float().flatten(0, -2)
@@ -144,7 +147,8 @@ def _summed_gradients(model: nn.Module, batch: Batch) -> tuple[float, dict[str, 
         total += loss.item()
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                sums[name] = sums.get(name, 0.0) + parameter.grad.float()
+                gradient = parameter.grad.float()
+                sums[name] = sums[name] + gradient if name in sums else gradient
     return total, sums
 
 
@@ -165,7 +169,8 @@ def make_engine(model: nn.Module, dtype: torch.dtype) -> MegaTrain:
 def train_engine(engine: MegaTrain, weights: Mapping[str, torch.Tensor]) -> Trained:
     """The same steps by the engine; its gradients are read off the first moments."""
     engine.setup(weights.items())
-    losses, first = [], {}
+    losses: list[float] = []
+    first: dict[str, torch.Tensor] = {}
     for batch in batches():
         losses.append(engine.train_step(batch).item())
         first = first or {name: m / (1 - RECIPE.beta1) for name, m in engine.moments()}
@@ -269,7 +274,7 @@ def _import_all() -> None:
     import transformers.modeling_utils
 
     assert transformers.modeling_utils
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     torch.set_num_threads(1)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +16,9 @@ from sweeps.architectures import AGREES, DTYPES, FAILS, NOT_BUILT, REFUSED, Trai
 from sweeps.tiny import causal_types
 
 PAGE = architectures.PAGE.read_text()
-SAMPLE = ["llama", "gemma3", "gemma4_text", "gpt2", "bloom", "falcon", "gptj", "gpt_neo", "mpt", "bart", "opt", "trocr"]
+SAMPLE = ["llama", "gemma3", "gemma4_text", "gpt2", "bloom", "falcon", "gptj", "bart", "opt", "trocr"]
 SAMPLE += ["mamba", "mamba2", "rwkv", "bamba", "jamba", "mixtral", "gpt_oss", "deepseek_v3", "gemma3n_text", "zaya"]
-SAMPLE += ["glm_moe_dsa", "mllama", "hrm_text", "reformer", "bert-generation", "xlstm"]
+SAMPLE += ["glm_moe_dsa", "mllama", "hrm_text", "bert-generation", "xlstm"]
 """Those that were wrong, refused too late or ended in a traceback once, and neighbours."""
 
 
@@ -95,7 +96,7 @@ def test_a_gradient_where_plain_training_has_none_fails():
 
 
 def die(model_type: str, dtype: torch.dtype) -> Verdict:
-    os.abort()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def hang(model_type: str, dtype: torch.dtype) -> Verdict:
@@ -103,7 +104,7 @@ def hang(model_type: str, dtype: torch.dtype) -> Verdict:
         pass
 
 
-@pytest.mark.parametrize(("what", "reason"), [(die, "killed by SIGABRT"), (hang, "took more than 1 s")])
+@pytest.mark.parametrize(("what", "reason"), [(die, "killed by SIGKILL"), (hang, "took more than 1 s")])
 def test_a_crash_or_a_hang_is_a_line_and_no_page_is_written(what, reason, monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(architectures, "judge", what)
     monkeypatch.setattr(architectures, "TIME_LIMIT_S", 1.0)
