@@ -33,11 +33,6 @@ DRAWING = {
     "doge": ("doge", {"hidden_dropout": 0.3}, "(hidden_dropout=0.3)"),
     "xglm": ("xglm", XGLM | NONE | {"activation_dropout": 0.2}, "(activation_dropout=0.2)"),
     "gpt_bigcode": ("gpt_bigcode", GPT, "attn_pdrop=0.1"),
-    "layerdrop": (
-        "opt",
-        OPT | NONE | {"num_hidden_layers": 3, "layerdrop": 0.5},
-        "OPTForCausalLM draws random numbers (layerdrop=0.5)",
-    ),
 }
 
 
