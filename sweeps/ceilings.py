@@ -1,7 +1,9 @@
 """What this machine can do at best: matrix peak, link and host memory bandwidth; and how near CPU AdamW comes to it.
 
-Invariant: measured here and now, never copied from a data sheet; None where there is no GPU. The matrix peak is the
-yardstick of MFU. The host's bandwidth is that of the fastest simple kernel (sweeps/host_memory.py says what is counted).
+Invariant: measured here and now, never copied from a data sheet; None where there is no GPU. The
+matrix peak is the yardstick of MFU. It is a burst; `matrix_sustained_tflops` is what the same
+product keeps up for seconds, once power or heat hold the clock down. The host's bandwidth is that
+of the fastest simple kernel (sweeps/host_memory.py says what is counted).
 
     python -m sweeps.ceilings            everything, as tables; the last line of stdout is JSON
     python -m sweeps.ceilings --quick    without AdamW: seconds, and nothing of DeepSpeed's is compiled
@@ -25,11 +27,16 @@ import torch
 from sweeps import adamw_speed, host_memory
 from sweeps.command_line import Parser, count, mend_streams
 from sweeps.environment import boot, cpu_model, gpu
+from sweeps.memory import DeviceSampler, Look, Pace, device_sampler, pace
 
 SIZE = 8192
 """Rows and columns of the square bf16 product."""
 REPEATS = 7
+SETTLE_S, HELD_S = 1.0, 4.0
+"""Seconds of products until the clock is what it stays at, and then of those that count."""
 COPY_BYTES = 1 << 30
+PEAKS = ("matrix_peak_tflops", "matrix_sustained_tflops")
+"""What rows have of it."""
 LEAST_ELEMENTS = 1024
 """Every kernel has something to do: they cut their arrays in four."""
 
@@ -45,16 +52,44 @@ def _seconds(work: Callable[[], object], synchronize: Callable[[], object], repe
     return statistics.median(samples[1:])
 
 
-def matrix_peak_tflops() -> float:
-    """bf16 product of two random 8192 x 8192 matrices on CUDA, 2 n^3 operations, ten a sample."""
+def matrix_peaks() -> dict[str, Any]:
+    """bf16 product of two random 8192 x 8192 matrices on CUDA, 2 n^3 operations: ten a sample, then held."""
     left, right = (torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(left)
 
-    def ten() -> None:
-        for _ in range(10):
+    def products(number: int) -> None:
+        for _ in range(number):
             torch.matmul(left, right, out=out)
 
-    return 10 * 2 * SIZE**3 / _seconds(ten, torch.cuda.synchronize) / 1e12
+    peak = 10 * 2 * SIZE**3 / _seconds(lambda: products(10), torch.cuda.synchronize) / 1e12
+    # Fifty before each wait, so that it leaves no gap to speak of.
+    runs_per_s, paced = held(lambda: products(50), torch.cuda.synchronize, device_sampler("cuda"), SETTLE_S, HELD_S)
+    return {
+        "matrix_peak_tflops": peak,
+        "matrix_sustained_tflops": 50 * 2 * SIZE**3 * runs_per_s / 1e12,
+        **{f"sustained_{name}": value for name, value in dataclasses.asdict(paced).items()},
+    }
+
+
+def held(
+    work: Callable[[], object], synchronize: Callable[[], object], device: DeviceSampler, settle_s: float, held_s: float
+) -> tuple[float, Pace]:
+    """Runs of `work` a second during `held_s`, after `settle_s` of the same, and the device's pace meanwhile."""
+    looks: list[Look] = []
+
+    def runs_per_s(seconds: float) -> float:
+        started, num_runs = time.perf_counter(), 0
+        while (passed := time.perf_counter() - started) < seconds or not num_runs:
+            work()
+            if (seen := device.look()) is not None:
+                looks.append(seen)
+            synchronize()
+            num_runs += 1
+        return num_runs / passed
+
+    runs_per_s(settle_s)
+    looks.clear()
+    return runs_per_s(held_s), pace(looks)
 
 
 def link_gb_per_s() -> tuple[float, float]:
@@ -74,14 +109,14 @@ def measure(num_elements: int, num_threads: int, rounds: int, *, quick: bool) ->
         "cpu": cpu_model(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "num_threads": num_threads,
-        "matrix_peak_tflops": None,
+        **dict.fromkeys(PEAKS),
         "h2d_gb_per_s": None,
         "d2h_gb_per_s": None,
     }
     if torch.cuda.is_available():
         found["gpu"] = gpu()["gpu"]
-        found["matrix_peak_tflops"] = matrix_peak_tflops()
         found["h2d_gb_per_s"], found["d2h_gb_per_s"] = link_gb_per_s()
+        found |= matrix_peaks()
     adamw: list[host_memory.Speed] = []
     if quick:
         num_elements = host_memory.affordable(12, num_elements)
@@ -99,26 +134,25 @@ def measure(num_elements: int, num_threads: int, rounds: int, *, quick: bool) ->
     }
 
 
-def cached_matrix_peak(output_dir: Path, device: str, timeout_s: float = 300.0) -> float | None:
-    """The GPU's matrix peak, measured in a process of its own once a machine and output folder; None on the CPU or on failure."""
+def cached_peaks(output_dir: Path, device: str, timeout_s: float = 300.0) -> dict[str, float]:
+    """The GPU's PEAKS, measured in a process of its own once a machine and output folder; {} on the CPU or on failure."""
     if device != "cuda":
-        return None
+        return {}
     path, here = output_dir / "ceilings.json", (gpu()["gpu"], boot())
     found = _earlier(path)
-    if (found.get("gpu"), found.get("boot")) != here or found.get("matrix_peak_tflops") is None:
+    if (found.get("gpu"), found.get("boot")) != here or any(found.get(name) is None for name in PEAKS):
         command = [sys.executable, "-m", "sweeps.ceilings", "--quick", "--rounds", "5"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True)
         except (subprocess.SubprocessError, OSError) as error:
             print(f"ceilings: not measured, so MFU stays empty ({type(error).__name__})", file=sys.stderr)
-            return None
+            return {}
         found = json.loads(done.stdout.splitlines()[-1])
         output_dir.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}")
         partial.write_text(json.dumps(found, indent=1) + "\n")
         partial.replace(path)
-    peak = found.get("matrix_peak_tflops")
-    return None if peak is None else float(peak)
+    return {name: float(found[name]) for name in PEAKS if found.get(name) is not None}
 
 
 def _earlier(path: Path) -> dict[str, Any]:
@@ -127,7 +161,7 @@ def _earlier(path: Path) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(path.read_text())
-        if isinstance(found, dict) and isinstance(found.get("matrix_peak_tflops"), (int, float, type(None))):
+        if isinstance(found, dict) and all(isinstance(found.get(name), (int, float, type(None))) for name in PEAKS):
             return found
     except ValueError:  # no JSON, or no text
         pass
@@ -141,7 +175,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
     shown = {
         name: "-" if value is None else f"{value:.1f}" if isinstance(value, float) else str(value) for name, value in single.items()
     }
-    lines = [f"{name:>20}  {value}" for name, value in shown.items()]
+    lines = [f"{name:>26}  {value}" for name, value in shown.items()]
     lines += ["", f"{'host memory, in turns':<30}{'G elements/s':>14}{'B/element':>11}{'GB/s':>8}{'share':>8}"]
     for row in [*found["streams"], *(found["adamw"] or [])]:
         if row["reason"] is not None:

@@ -82,8 +82,8 @@ def boot() -> str | None:
         return None
 
 
-def machine(overrides: Machine, matrix_peak_tflops: float | None) -> dict[str, Any]:
-    """The `machine` field of a row; a CPU cell names no GPU, whatever the machine holds."""
+def machine(overrides: Machine, peaks: Mapping[str, float] | None) -> dict[str, Any]:
+    """The `machine` field of a row, with the `peaks` of sweeps.ceilings; a CPU cell names no GPU, whatever the machine holds."""
     card: dict[str, Any] = gpu() if overrides.device == "cuda" else {"gpu": None, "num_gpus": 0, "device_bytes": None}
     if overrides.device_bytes is not None:
         card["device_bytes"] = overrides.device_bytes
@@ -93,7 +93,8 @@ def machine(overrides: Machine, matrix_peak_tflops: float | None) -> dict[str, A
         "num_cores": len(os.sched_getaffinity(0)),
         "host_bytes": overrides.host_bytes or host_bytes(),
         "boot": boot(),
-        "matrix_peak_tflops": matrix_peak_tflops,
+        "matrix_peak_tflops": (peaks or {}).get("matrix_peak_tflops"),
+        "matrix_sustained_tflops": (peaks or {}).get("matrix_sustained_tflops"),
         "datasheet_tflops": datasheet_tflops(card["gpu"]),
     }
 

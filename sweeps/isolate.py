@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from sweeps import keeper
 from sweeps.events import MAX_BYTES, event_of
-from sweeps.memory import DeviceSampler, Sampler
+from sweeps.memory import DeviceSampler, Pace, Sampler, pace
 
 Event = Mapping[str, Any]
 """{"event": name, ...}: those of sweeps/events.py from the cell, memory from the parent."""
@@ -40,6 +40,8 @@ class Outcome:
     peak_host_bytes: int | None = None
     peak_host: dict[str, int] = field(default_factory=dict)
     peak_device_nvml_bytes: int | None = None
+    pace: Pace = field(default_factory=Pace)
+    """Of the device, from the first timed window to the last."""
     timed_out: bool = False
     """Whether it was killed because its time was up; what it had measured by then counts."""
     cell_s: float | None = None
@@ -79,6 +81,7 @@ def run_isolated(
     outcome.cell_s = time.monotonic() - started
     outcome.peak_host_bytes, outcome.peak_host = sampler.peak_host_bytes, sampler.peak_host
     outcome.peak_device_nvml_bytes = sampler.peak_device_bytes
+    outcome.pace = pace(sampler.looks)
     _judge(outcome, exit_code, timeout_s, log)
     return outcome
 
@@ -169,6 +172,8 @@ def _take(line: bytes, sampler: Sampler, outcome: Outcome, on_event: Callable[[E
         outcome.events.append(event)
     if event["event"] == "losses" and event["first_step"] == 0:  # all of training was touched
         sampler.hurry()
+    if event["event"] == "phase" and event["name"] == "windows":
+        sampler.watch_pace()
     on_event(event)
     return True
 

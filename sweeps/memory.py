@@ -1,4 +1,4 @@
-"""Memory seen from outside: PSS of a process tree, device memory by NVML, and the machine's limits.
+"""Memory and pace seen from outside: PSS of a process tree, the device by NVML, the machine's limits.
 
 Invariant: the measured process never measures itself (but for torch's own allocator peak, which only it knows), and
 sampling backs off so that it takes at most two percent of one core.
@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Protocol
 
 import psutil
@@ -26,6 +27,18 @@ PATIENCE_S = 5.0
 """Seconds in which what an earlier cell had started may leave the device."""
 BACKOFF = 50.0
 """Seconds between two samples, in multiples of what one sample costs."""
+THROTTLE_REASONS = (
+    "gpu_idle",
+    "applications_clocks",
+    "sw_power_cap",
+    "hw_slowdown",
+    "sync_boost",
+    "sw_thermal",
+    "hw_thermal",
+    "hw_power_brake",
+    "display_clocks",
+)
+"""What keeps a clock below its highest, in the order of NVML's bits."""
 
 
 def pss(pid: int) -> dict[str, int]:
@@ -67,8 +80,49 @@ class Crowd:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """The device at one moment; None for what its driver does not tell."""
+
+    at_s: float
+    sm_mhz: int | None
+    energy_mj: int | None
+    """Millijoules since the driver was loaded."""
+    reasons: int | None
+    """Bits of THROTTLE_REASONS."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How the device ran over a stretch of time; None for what is not known."""
+
+    sm_mhz: float | None = None
+    """Mean clock of the multiprocessors."""
+    power_w: float | None = None
+    """Energy over seconds, as the device itself counts it."""
+    throttle_reasons: dict[str, float] | None = None
+    """Share of the looks at which each reason held the clock down; {} where none ever did."""
+
+
+def pace(looks: Sequence[Look]) -> Pace:
+    """The mean of what was seen; power is that between the first look and the last."""
+    clocks = [look.sm_mhz for look in looks if look.sm_mhz is not None]
+    bits = [look.reasons for look in looks if look.reasons is not None]
+    energy = [(look.at_s, look.energy_mj) for look in looks if look.energy_mj is not None]
+    seconds = energy[-1][0] - energy[0][0] if energy else 0.0
+    shares = {name: fmean(seen >> bit & 1 for seen in bits) for bit, name in enumerate(THROTTLE_REASONS) if bits}
+    return Pace(
+        sm_mhz=fmean(clocks) if clocks else None,
+        power_w=(energy[-1][1] - energy[0][1]) / 1e3 / seconds if seconds else None,
+        throttle_reasons={name: share for name, share in shares.items() if share} if bits else None,
+    )
+
+
 class DeviceSampler(Protocol):
     """Bytes in use on the device, by a process tree where the driver tells, else by everyone."""
+
+    def look(self) -> Look | None:
+        """Clock, energy and throttle reasons now, or None where there is no device."""
 
     def sample(self, pid: int) -> int | None:
         """Bytes now, or None where there is no device."""
@@ -79,6 +133,10 @@ class DeviceSampler(Protocol):
 
 class NoDevice:
     """The twin for machines without an NVIDIA GPU."""
+
+    def look(self) -> Look | None:
+        """Nothing to see."""
+        return None
 
     def sample(self, pid: int) -> int | None:
         """Nothing to read."""
@@ -98,6 +156,22 @@ class Nvml:
 
     def _used(self) -> int:
         return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+
+    def look(self) -> Look:
+        """Clock, energy and throttle reasons now."""
+        nvml, handle = self._nvml, self._handle
+        return Look(
+            at_s=time.monotonic(),
+            sm_mhz=self._told(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+            energy_mj=self._told(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle)),
+            reasons=self._told(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
+        )
+
+    def _told(self, query: Callable[[], Any]) -> int | None:
+        try:
+            return int(query())
+        except self._nvml.NVMLError:  # not told on this card
+            return None
 
     def sample(self, pid: int) -> int | None:
         """Bytes of the process tree, or the growth of the device's use where pids are hidden (containers)."""
@@ -151,21 +225,36 @@ def device_sampler(device: str) -> DeviceSampler:
 
 
 class Sampler:
-    """Peaks of one process tree; call `poll` often, it samples when one is due."""
+    """Peaks of one process tree, and the pace of the device; call `poll` often, it samples when one is due."""
 
     def __init__(self, pid: int, device: DeviceSampler, interval_s: float = 0.1) -> None:
         self.peak_host: dict[str, int] = {}
         """Bytes by kind at the moment of the largest total."""
         self.peak_host_bytes: int | None = None
         self.peak_device_bytes: int | None = None
+        self.looks: list[Look] = []
+        """At the device since `watch_pace`, each a fraction of a millisecond."""
         self._pid, self._device, self._interval_s, self._due = pid, device, interval_s, 0.0
+        self._watching, self._look_due = False, 0.0
 
     def hurry(self) -> None:
         """Make a sample due: the tree has come to its full size, and a short run may end before the next one would be."""
         self._due = 0.0
 
+    def watch_pace(self) -> None:
+        """From now on `poll` looks at the device's pace too."""
+        self._watching = True
+
+    def _look(self) -> None:
+        started = time.monotonic()
+        if self._watching and started >= self._look_due and (seen := self._device.look()) is not None:
+            self.looks.append(seen)
+            finished = time.monotonic()
+            self._look_due = finished + max(self._interval_s, BACKOFF * (finished - started))
+
     def poll(self) -> dict[str, int | None] | None:
         """Sample if due: {"host_bytes", "device_bytes"} now, else None."""
+        self._look()
         started = time.monotonic()
         if started < self._due:
             return None

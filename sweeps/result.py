@@ -70,6 +70,8 @@ class Row:
     """The paper's formula, 6P + 12 L h T; None where ambiguous, and in older rows."""
     mfu: float | None = None
     """tflops_6p over this machine's own measured matrix peak; None where no peak was measured."""
+    mfu_sustained: float | None = None
+    """tflops_6p over what this machine's matrix products keep up for seconds; None where not measured, and in older rows."""
     mfu_datasheet: float | None = None
     """tflops_6p over the data sheet's dense bf16 peak; None for an unknown GPU, and in older rows."""
     losses: list[float] = field(default_factory=list)
@@ -88,6 +90,12 @@ class Row:
     """Device peaks as each observer saw them: allocated, reserved (torch), nvml (sampled from outside the process)."""
     crowd_device_bytes: int | None = None
     """Device memory that was in use beside the cell, where others were there; None where nobody was, and in older rows."""
+    sm_mhz: float | None = None
+    """Mean clock of the multiprocessors over the timed windows; this and the two below None where unknown, and in older rows."""
+    power_w: float | None = None
+    """Mean power of the device over them, by its own count of energy."""
+    throttle_reasons: dict[str, float] | None = None
+    """What held the clock down meanwhile, by NVML's names: share of the looks at it; {} where nothing did."""
     peak_host_bytes: int | None = None
     """Peak PSS of the cell's process tree, sampled from outside it (pinned pages included)."""
     host_bytes: dict[str, int] = field(default_factory=dict)
@@ -102,8 +110,9 @@ class Row:
     """Of all steps; beside it those of each window alone, in the order of step_s (empty in older rows)."""
     window_counters: list[dict[str, float]] = field(default_factory=list)
     machine: dict[str, Any] = field(default_factory=dict)
-    """gpu, num_gpus, device_bytes, cpu, num_cores, host_bytes, boot, matrix_peak_tflops, datasheet_tflops. boot: eight hex digits,
-    the same in rows of one machine between two of its starts; None where unreadable, not there in older rows."""
+    """gpu, num_gpus, device_bytes, cpu, num_cores, host_bytes, boot, matrix_peak_tflops, matrix_sustained_tflops, datasheet_tflops.
+    boot: eight hex digits, the same in rows of one machine between two of its starts; None where unreadable. Older rows lack it,
+    and matrix_sustained_tflops."""
     versions: dict[str, str] = field(default_factory=dict)
     allocator: str | None = None
     """PYTORCH_ALLOC_CONF of the cell's process: the bench's, or the user's in its place; None in older rows."""
@@ -278,7 +287,7 @@ INSIDE: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("gpu", "cpu", "boot"), str | None),
         **dict.fromkeys(("num_gpus", "num_cores"), int | None),
         **dict.fromkeys(("device_bytes", "host_bytes"), float | None),
-        **dict.fromkeys(("matrix_peak_tflops", "datasheet_tflops"), float | None),
+        **dict.fromkeys(("matrix_peak_tflops", "matrix_sustained_tflops", "datasheet_tflops"), float | None),
     },
     "plan": {
         **dict.fromkeys(("device", "host", "placement"), dict[str, int]),

@@ -199,7 +199,7 @@ def _measure(cell: Cell, log: Path, sinks: Sequence[Sink], deadline: float) -> R
     crowd = device.crowd()
     if crowd is not None:
         print(f"  machine.device: {crowd}", flush=True)
-    peak = ceilings.cached_matrix_peak(cell.output_dir, cell.machine.device)
+    peaks = ceilings.cached_peaks(cell.output_dir, cell.machine.device)
 
     rates, left_s = known_rates(cell), deadline - time.monotonic()
 
@@ -226,7 +226,7 @@ def _measure(cell: Cell, log: Path, sinks: Sequence[Sink], deadline: float) -> R
     if crowd is not None:
         outcome.crowd_device_bytes = crowd.num_bytes
         outcome.reason = "; ".join(filter(None, (outcome.reason, str(crowd))))
-    row = row_of(cell, outcome, started_at=started_at, machine=environment.machine(cell.machine, peak))
+    row = row_of(cell, outcome, started_at=started_at, machine=environment.machine(cell.machine, peaks))
     try:
         return compared(row, rows_of(cell.rows_path))
     except (ValueError, OSError):  # a file that was damaged meanwhile costs no measurement; analysis compares the row later
@@ -284,6 +284,7 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
         tflops_6p_causal=tflops.get("6p_causal"),
         tflops_paper=tflops.get("paper"),
         mfu=_share(tflops.get("6p"), machine.get("matrix_peak_tflops")),
+        mfu_sustained=_share(tflops.get("6p"), machine.get("matrix_sustained_tflops")),
         mfu_datasheet=_share(tflops.get("6p"), machine.get("datasheet_tflops")),
         losses=[loss for event in read for loss in event["losses"]],
         heldout_loss=outcome.last("heldout").get("loss") if measured else None,
@@ -292,6 +293,7 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
         peak_device_bytes=memory["allocated"],
         device_bytes={kind: value for kind, value in memory.items() if value is not None},
         crowd_device_bytes=outcome.crowd_device_bytes,
+        **dataclasses.asdict(outcome.pace),
         peak_host_bytes=outcome.peak_host_bytes,
         host_bytes=outcome.peak_host,
         host_split=host_split(plan.get("plan", {}), outcome.peak_host_bytes, on_gpu=on_gpu) if measured else {},

@@ -98,9 +98,9 @@ def test_broken_ceilings_are_one_line_and_measured_again(
 ) -> None:
     path = tmp_path / "ceilings.json"
     path.write_bytes(text.encode(errors="surrogateescape"))
-    told = '{"gpu": null, "boot": null, "matrix_peak_tflops": 7.0}'
+    told = '{"gpu": null, "boot": null, "matrix_peak_tflops": 7.0, "matrix_sustained_tflops": 6.0}'
     monkeypatch.setattr(ceilings.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, told))
-    assert ceilings.cached_matrix_peak(tmp_path, "cuda") == 7.0
+    assert ceilings.cached_peaks(tmp_path, "cuda")["matrix_peak_tflops"] == 7.0
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"{path}: got no ceilings")
     assert path.read_text().startswith("{")

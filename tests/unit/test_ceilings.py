@@ -5,12 +5,14 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sweeps import adamw_speed, ceilings, environment, host_memory
 from sweeps.host_memory import Kernel, Speed
+from sweeps.memory import Look, NoDevice, Pace
 
 TINY = ("--num-elements", "20000", "--threads", "1", "--rounds", "2")
 ENGINE = tuple(name for name in adamw_speed.BYTES_PER_PARAM if name.startswith("engine"))
@@ -56,13 +58,33 @@ def test_quick_measures_the_streams_and_imports_no_deepspeed():
 
 
 def test_the_peak_of_a_folder_is_that_of_this_boot_of_this_machine(tmp_path, monkeypatch):
-    told = {"gpu": None, "boot": environment.boot(), "matrix_peak_tflops": 7.0}
+    peaks = {"matrix_peak_tflops": 7.0, "matrix_sustained_tflops": 6.0}
+    told = {"gpu": None, "boot": environment.boot(), **peaks}
     monkeypatch.setattr(ceilings.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, json.dumps(told)))
-    (tmp_path / "ceilings.json").write_text(json.dumps(told | {"boot": "another", "matrix_peak_tflops": 5.0}))
-    assert ceilings.cached_matrix_peak(tmp_path, "cuda") == 7.0
+    older = {"gpu": None, "boot": environment.boot(), "matrix_peak_tflops": 5.0}  # before products were held
+    for other in (told | {"boot": "another", "matrix_peak_tflops": 5.0}, older):
+        (tmp_path / "ceilings.json").write_text(json.dumps(other))
+        assert ceilings.cached_peaks(tmp_path, "cuda") == peaks
     monkeypatch.setattr(ceilings.subprocess, "run", None)
-    assert ceilings.cached_matrix_peak(tmp_path, "cuda") == 7.0
-    assert ceilings.cached_matrix_peak(tmp_path, "cpu") is None
+    assert ceilings.cached_peaks(tmp_path, "cuda") == peaks
+    assert ceilings.cached_peaks(tmp_path, "cpu") == {}
+
+
+def test_what_counts_is_what_runs_after_the_settling_and_its_pace_alone(monkeypatch):
+    """Four runs of 0.25 s settle it; from then on they take 0.5 s, at a third of the clock."""
+    now = 0.0
+
+    class Slowing(NoDevice):
+        def look(self) -> Look:
+            return Look(at_s=now, sm_mhz=1500 if now <= 1.0 else 500, energy_mj=None, reasons=None)
+
+    def work() -> None:
+        nonlocal now
+        now += 0.25 if now < 1.0 else 0.5
+
+    monkeypatch.setattr(ceilings, "time", SimpleNamespace(perf_counter=lambda: now))
+    assert ceilings.held(work, lambda: None, Slowing(), settle_s=1.0, held_s=2.0) == (2.0, Pace(sm_mhz=500))
+    assert ceilings.held(work, lambda: None, NoDevice(), settle_s=0.0, held_s=0.0) == (2.0, Pace())
 
 
 def test_without_a_compiler_every_row_that_needs_one_says_so_and_the_rest_goes_on():

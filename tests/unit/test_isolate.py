@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +17,8 @@ import torch
 
 from engine import NonFiniteLossError
 from sweeps import auto, check, memory, study
-from sweeps.isolate import Outcome, run_isolated, verdict
-from sweeps.memory import NoDevice, Sampler, host_bytes
+from sweeps.isolate import Event, Outcome, run_isolated, verdict
+from sweeps.memory import DeviceSampler, Look, NoDevice, Pace, Sampler, host_bytes
 from sweeps.result import read_rows
 from sweeps.run import command_of
 
@@ -33,12 +33,18 @@ def says(*events: Any) -> str:
 
 
 def isolated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, timeout_s: float = 20.0, starter: Sequence[str] = ()
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    body: str,
+    timeout_s: float = 20.0,
+    starter: Sequence[str] = (),
+    device: DeviceSampler | None = None,
+    on_event: Callable[[Event], None] = lambda event: None,
 ) -> Outcome:
     (tmp_path / "fake_cell.py").write_text(f"import os, sys, time, signal\nfd = int(sys.argv[2])\n{body}\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    log, device = tmp_path / "log", NoDevice()
-    return run_isolated("fake_cell", {}, log=log, timeout_s=timeout_s, device=device, on_event=lambda event: None, starter=starter)
+    log, device = tmp_path / "log", device or NoDevice()
+    return run_isolated("fake_cell", {}, log=log, timeout_s=timeout_s, device=device, on_event=on_event, starter=starter)
 
 
 STARTERS = [
@@ -234,6 +240,62 @@ def test_others_on_the_device_are_seen_whether_or_not_their_pids_are(monkeypatch
     )
     assert "with 2 others, " in str(crowd_of(monkeypatch, [20 << 30], [1, 2]))
     assert memory.device_sampler("cpu").crowd() is None
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_the_pace_of_a_device_is_that_of_what_its_driver_tells(monkeypatch: pytest.MonkeyPatch, told: bool) -> None:
+    """Two looks two seconds apart; the energy counter stood at 9 J."""
+    clocks, energy, reasons = iter((1980, 1400)), iter((9000, 1_009_000)), iter((0x1, 0x24))
+
+    def answer(values: Iterator[int]) -> int:
+        if not told:
+            raise RuntimeError("not supported")
+        return next(values)
+
+    nvml = fake_nvml([0])
+    nvml.NVML_CLOCK_SM = 1
+    nvml.nvmlDeviceGetClockInfo = lambda handle, which: answer(clocks)
+    nvml.nvmlDeviceGetTotalEnergyConsumption = lambda handle: answer(energy)
+    nvml.nvmlDeviceGetCurrentClocksThrottleReasons = lambda handle: answer(reasons)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    device, times = memory.Nvml(), iter((5.0, 7.0))
+    looks = [dataclasses.replace(device.look(), at_s=at_s) for at_s in times]
+    shares = {"gpu_idle": 0.5, "sw_power_cap": 0.5, "sw_thermal": 0.5}
+    known = Pace(sm_mhz=1690.0, power_w=500.0, throttle_reasons=shares)
+    assert memory.pace(looks) == (known if told else Pace())
+    assert memory.pace(looks[:1]).power_w is None
+    assert memory.pace([dataclasses.replace(look, reasons=0) for look in looks]).throttle_reasons == {}
+
+
+def test_a_cells_pace_is_that_of_its_windows_and_reaches_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, looked = [], tmp_path / "looked"
+
+    class Device(NoDevice):
+        def look(self) -> Look:
+            seen.append("look")
+            looked.touch()
+            return Look(at_s=0.0, sm_mhz=1410, energy_mj=None, reasons=0x4)
+
+    body = "\n".join(
+        (
+            says({"event": "phase", "name": "warm-up"}),
+            "time.sleep(0.2)",
+            says({"event": "phase", "name": "windows"}),
+            f"while not os.path.exists({str(looked)!r}): time.sleep(0.01)",
+            says(WINDOW, DONE),
+            "time.sleep(0.2)",
+        )
+    )
+    outcome = isolated(tmp_path, monkeypatch, body, device=Device(), on_event=lambda event: seen.append(event["event"]))
+    first, last = (seen.index("look"), len(seen) - 1 - seen[::-1].index("look"))
+    assert [event for event in seen[:first] if event != "memory"] == ["phase", "phase"]
+    assert last < seen.index("done")
+    assert outcome.pace == Pace(sm_mhz=1410.0, throttle_reasons={"sw_power_cap": 1.0})
+    assert isolated(tmp_path, monkeypatch, body).pace == Pace()
+    auto.register()
+    (cell,) = command_of(["model=tiny", "logging=none"]).cells
+    row = study.row_of(cell, outcome, started_at="", machine={})
+    assert (row.sm_mhz, row.power_w, row.throttle_reasons) == (1410.0, None, {"sw_power_cap": 1.0})
 
 
 def test_what_a_cell_asks_of_its_process_reaches_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

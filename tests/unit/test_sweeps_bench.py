@@ -234,9 +234,11 @@ def test_a_row_counts_the_tokens_of_all_windows_over_their_seconds():
     ]
     window = {"event": "losses", "losses": [1.0] * 3, "num_tokens": 18}
     said += [window | {"seconds": seconds, "counters": {"optimizer_s": seconds / 4}} for seconds in (3.0, 4.0)]
-    row = row_of(cell, Outcome(status="ok", events=said), started_at="", machine={"matrix_peak_tflops": 36.0})
+    machine = {"matrix_peak_tflops": 36.0, "matrix_sustained_tflops": 24.0}
+    row = row_of(cell, Outcome(status="ok", events=said), started_at="", machine=machine)
     assert (row.step_s, row.tokens_per_s) == ([1.0, 4 / 3], 36 / 7)
     assert (row.tflops_6p, row.mfu) == (pytest.approx(72 / 7), pytest.approx(2 / 7))
+    assert row.mfu_sustained == pytest.approx(3 / 7)
     assert row.losses == [9.0] + [1.0] * 6
     assert row.window_counters == [{"optimizer_s": 0.75}, {"optimizer_s": 1.0}]
     assert row_of(cell, Outcome(status="timeout", events=said), started_at="", machine={}).tokens_per_s is None
