@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install bench test check figures ceilings clean
+.PHONY: help install bench test quick check figures docs ceilings clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,8 +30,12 @@ check: $(INSTALLED) ## lint, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-figures: $(INSTALLED) ## rebuild every figure and table from the committed rows
-	$(BIN)/python -m analysis.make
+figures: $(INSTALLED) ## draw every picture anew from the committed rows; as PDF, with LaTeX tables, in outputs/figures
+	$(BIN)/python -m analysis figures
+	$(BIN)/python -m analysis figures --format pdf
+
+docs: $(INSTALLED) ## write the record's pages and fill the numbers in README and docs
+	$(BIN)/python -m analysis docs
 
 ceilings: $(INSTALLED) ## what this machine can do: link, memory, matrix product, CPU AdamW
 	$(BIN)/python -m sweeps.ceilings

@@ -1,235 +1,136 @@
-"""Rows -> header, table, one plain sentence, and report.png, report.pdf, report.md, report.tex beside the rows.
+"""Rows -> a table, an answer in one sentence and a figure: on the terminal, and as report.md, .tex, .png and .pdf.
 
-    python -m analysis.report PATH...            # print everything, write the report beside the first path
-    python -m analysis.report PATH... --out DIR  # write it there
-    python -m analysis.report PATH... --readme   # print the Markdown table only, write nothing
+    python -m analysis report PATH... [--x PATH --hue PATH] [--out DIR]
 
-Timelines in the folder `traces` beside the rows (measure.trace=true) are drawn too.
-
-Invariant: reads rows, never changes them. A comparison of systems has one table and one figure for each (experiment, model, batch,
-length, machine); a study of one system, or of one scale, has one of each for all its cells, by what differs among them
-(analysis/studies.py). Every file is written whole or not at all (analysis/whole.py).
+One section a study, run and, where shapes differ and nothing else does, shape. Invariant: reads rows, never changes them; a
+report is written whole or not at all.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import re
-import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
-from matplotlib.figure import Figure
 from rich.console import Console
+from rich.table import Table
 
-from analysis import load, machines, paper, studies, style, tables, whole
-from analysis.compare import compare
-from analysis.figures import ablation, quickstart, throughput, timeline
-from analysis.latex import as_latex
+from analysis import answers, figures, names, rows, speeds, studies, tables, timeline, whole
+from analysis.figures import step, style
 from analysis.studies import Study
-from analysis.timeline import SUFFIX
-from analysis.verdict import sentence
-from sweeps.command_line import Parser, mend_streams
 
-PIPED_WIDTH = 100
-"""Columns when the output is not a terminal."""
-
-
-def header(frame: pd.DataFrame) -> list[str]:
-    """Three lines on one group: what was trained, on what, and with which versions, when."""
-    versions = [
-        f"{name} {' / '.join(sorted(set(frame[f'{name}_version'].dropna())))}"
-        for name in ("torch", "deepspeed")
-        if frame[f"{name}_version"].notna().any()
-    ]
-    dates = sorted({str(date)[:10] for date in frame["started_at"].dropna() if date})
-    span = dates[:1] if len(dates) < 2 else [f"{dates[0]} to {dates[-1]}"]
-    commits = sorted({_short(str(commit)) for commit in frame["git_commit"].dropna()})
-    told = [*versions, *span, *([f"commit {' / '.join(commits)}"] if commits else [])]
-    first = frame.iloc[0]
-    return [f"{first['experiment']}: {quickstart.heading(frame)}", str(first["machine_name"]), ", ".join(told)]
+CPU_NOTE = "CPU speeds prove wiring and numerics; they say nothing about GPUs."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A part of a report: rows that one figure shows. `study` is None for a comparison of systems."""
+    """One table with its figure. lines: of one run."""
 
-    frame: pd.DataFrame
-    study: Study | None = None
-
-    @property
-    def sheet(self) -> tables.Sheet:
-        """Its table."""
-        table = tables.sheet(compare(self.frame)) if self.study is None else tables.study_sheet(self.study)
-        said = paper.printed(self.frame) if self.study is None else []
-        return replace(table, notes=[*table.notes, *machines.notes(self.frame), *said])
+    study: Study
+    lines: pd.DataFrame
 
     @property
-    def sentence(self) -> str:
-        """Its result."""
-        if self.study is None:
-            return sentence(compare(self.frame))
-        if "system.depth" in self.study.factors:
-            return paper.double_buffering(self.frame)
-        return studies.sentence(self.study)
+    def title(self) -> str:
+        """The study, and what was trained where."""
+        first = self.lines.iloc[0]
+        shapes = self.lines[["model", "batch_size", "seq_len"]].drop_duplicates()
+        subject = f", {first['model']}, {first['batch_size']} x {first['seq_len']} tokens a step" if len(shapes) == 1 else ""
+        return f"{self.study.title}{subject}; {names.machine(first['machine_details'])}"
 
-    def figure(self) -> Figure:
-        """Its picture."""
-        if self.study is None:
-            return quickstart.figure(self.frame)
-        return throughput.study_figure(self.frame) if self.study.kind == "scale" else ablation.figure(self.frame)
-
-
-def sections(frame: pd.DataFrame) -> list[Section]:
-    """What a report on these rows consists of, in order of first appearance."""
-    found = []
-    for _, rows in frame.groupby(["experiment", "machine_name"], sort=False, dropna=False):
-        study = studies.study_of(rows)
-        together = study.kind != "comparison"
-        found += [Section(frame=rows, study=study)] if together else [Section(frame=part) for part in load.groups(rows)]
-    return found
+    @property
+    def notes(self) -> list[str]:
+        """What must be known beside the table."""
+        on_cpu = not self.lines.iloc[0]["machine_details"].get("gpu")
+        return [*tables.notes(self.lines), *([CPU_NOTE] if on_cpu else [])]
 
 
-def parted(frame: pd.DataFrame) -> list[Section]:
-    """`sections` of each JSONL file by itself, also when its rows come back from W&B (`load.by_file`)."""
-    return [part for rows in load.by_file(frame) for part in sections(rows)]
+def sections(found: pd.DataFrame, *, x: str | None = None, hue: str | None = None) -> Iterator[Section]:
+    """One a study and run. Raises ValueError, one line, for an axis that no row has."""
+    for (name, _), part in studies.assigned(found).groupby(["study", "run"], sort=False):
+        lines = speeds.lines(part)
+        study = studies.of_rows(str(name), lines, x=x, hue=hue)
+        if study.figure == "comparison" or study.x is None:
+            for _, shape in lines.groupby(["model", "batch_size", "seq_len"], sort=False):
+                yield Section(study=study, lines=shape)
+        else:
+            yield Section(study=study, lines=lines)
 
 
-def markdown(section: Section, image: str | None = None) -> str:
-    """One section as Markdown: header, table, sentence, notes, and the figure if its file name is given."""
-    title, machine, versions = header(section.frame)
-    table = section.sheet
-    picture = [f"![{title}]({image})"] if image else []
-    listed = "\n".join(f"- {note}" for note in table.notes)
-    parts = [
-        f"## {title}",
-        f"{machine}\\\n{versions}",
-        tables.as_markdown(table).rstrip(),
-        section.sentence,
-        listed,
-        *picture,
+def markdown(section: Section, picture: str) -> str:
+    """One section as Markdown."""
+    shown = [
+        section.title,
+        answers.sentence(section.study, section.lines),
+        tables.markdown(tables.of(section.study, section.lines)),
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    listed = "\n".join(f"- {note}" for note in section.notes)
+    image = f"![{section.study.title}]({picture})" if picture else ""
+    return "\n\n".join(filter(None, [f"## {shown[0]}", *shown[1:], listed, image])) + "\n"
+
+
+def latex(section: Section) -> str:
+    """One section's table as a paper includes it."""
+    return tables.latex(tables.of(section.study, section.lines), section.title, section.study.name)
+
+
+def save(found: list[Section], folder: Path, name: str = "report") -> list[Path]:
+    """Write NAME.md, and NAME.png and NAME.pdf (numbered where there are several); remove those of an earlier report."""
+    wanted: dict[Path, bytes] = {}
+    texts = []
+    for number, section in enumerate(found, 1):
+        stem = name if len(found) == 1 else f"{name}-{number}"
+        drawable = section.lines["tokens_per_s"].notna().any() and section.study.figure != "none"
+        for kind in ("png", "pdf") if drawable else ():
+            draw = lambda section=section: figures.of_study(section.study, section.lines)  # noqa: E731
+            wanted[folder / f"{stem}.{kind}"] = style.drawn(draw, kind)
+        texts.append(markdown(section, f"{stem}.png" if drawable else ""))
+    wanted[folder / f"{name}.md"] = "\n".join(texts).encode()
+    wanted[folder / f"{name}.tex"] = "\n".join(latex(section) for section in found).encode()
+    for path, content in wanted.items():
+        whole.write(path, content)
+    for old in (*folder.glob(f"{name}.p[nd][gf]"), *folder.glob(f"{name}-[0-9]*.p[nd][gf]")):
+        if old not in wanted:
+            old.unlink()
+    return list(wanted)
 
 
 def show(section: Section, console: Console) -> None:
-    """Print one section: header, table, sentence, notes."""
-    for number, line in enumerate(header(section.frame)):
-        console.print(line, markup=False, highlight=False, style="dim" if number else "bold")
-    console.print()
-    table = section.sheet
-    compared = tables.terminal(compare(section.frame), console.width) if section.study is None else tables.terminal_sheet(table)
-    console.print(compared)
-    console.print()
-    console.print(section.sentence, markup=False, highlight=False, style="bold")
-    for note in table.notes:
+    """Print one section: title, table, sentence, notes."""
+    console.print(section.title, markup=False, highlight=False, style="bold")
+    table = tables.of(section.study, section.lines)
+    drawn = Table(box=None, pad_edge=False, header_style="dim")
+    for number, column in enumerate(table.columns):
+        drawn.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
+    for line in table.itertuples(index=False):
+        drawn.add_row(*map(str, line))
+    console.print(drawn)
+    console.print(answers.sentence(section.study, section.lines), markup=False, highlight=False, style="bold")
+    for note in section.notes:
         console.print(note, markup=False, highlight=False, style="dim")
     console.print()
 
 
-def write(frame: pd.DataFrame, folder: Path, name: str) -> list[Path]:
-    """Write name.png and name.pdf (name-<section> where there are several), one name.md and one name.tex; return the paths.
-
-    Figures of the last report of this name that this one has no section for are removed.
-    """
-    parts, earlier = parted(frame), shown_before(folder, name)
-    written: list[Path] = []
-    texts = []
-    for number, part in enumerate(parts, 1):
-        stem = folder / (name if len(parts) == 1 else f"{name}-{number}-{_slug(part.frame)}")
-        images = style.save(part.figure(), stem)
-        written += images
-        texts.append(markdown(part, images[0].name))
-    page, tex = folder / f"{name}.md", folder / f"{name}.tex"
-    whole.write(page, "\n".join(texts).encode())
-    whole.write(tex, "\n".join(f"% {header(part.frame)[0]}\n{as_latex(part.sheet)}" for part in parts).encode())
-    remove_stale(earlier, written)
-    return [*written, page, tex]
+def timelines(folder: Path, out: Path) -> list[Path]:
+    """The steps recorded beside the rows (measure.trace=true), a picture each; the paths written."""
+    written = []
+    for path in sorted((folder / "traces").glob(f"*{timeline.SUFFIX}")):
+        steps = timeline.load(path)
+        target = out / f"{path.name.removesuffix('.json')}.png"
+        whole.write(target, style.drawn(lambda steps=steps: step.draw(steps, steps[0].name)))  # type: ignore[misc]
+        written.append(target)
+    return written
 
 
-def shown_before(folder: Path, name: str) -> list[Path]:
-    """The figures of the last report of this name: those that its page shows under names that `write` gives, and their PDFs.
-
-    A section's name that has a page of its own is another report's.
-    """
-    page = folder / f"{name}.md"
-    text = page.read_text(encoding="utf-8", errors="replace") if page.is_file() else ""
-    stems = re.findall(rf"^!\[[^]]*\]\(({re.escape(name)}(?:-\d+-[a-z0-9.-]+)?)\.png\)$", text, re.MULTILINE)
-    mine = [stem for stem in stems if stem == name or not (folder / f"{stem}.md").exists()]
-    return [folder / f"{stem}.{kind}" for stem in mine for kind in ("png", "pdf")]
-
-
-def remove_stale(earlier: Iterable[Path], written: Sequence[Path]) -> None:
-    """Remove the figures that were written earlier and not again."""
-    for path in set(earlier) - set(written):
-        path.unlink(missing_ok=True)
-
-
-def timelines(frame: pd.DataFrame) -> list[Path]:
-    """The timelines recorded beside the files that these rows come from."""
-    folders = dict.fromkeys(Path(str(source)).parent / "traces" for source in frame["source"])
-    return [path for folder in folders for path in sorted(folder.glob(f"*{SUFFIX}"))]
-
-
-def _short(commit: str) -> str:
-    """Nine digits, and `-dirty` where the tree was not what the commit says."""
-    digits, dash, dirty = commit.partition("-")
-    return digits[:9] + dash + dirty
-
-
-def _slug(frame: pd.DataFrame) -> str:
-    first = frame.iloc[0]
-    words = f"{first['experiment']}-{first['model']}-{first['batch_size']}x{first['seq_len']}"
-    return re.sub(r"[^A-Za-z0-9.]+", "-", words).strip("-").lower()
-
-
-def _console() -> Console:
-    known = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(width=None if known else PIPED_WIDTH)
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="python -m analysis.report", description="Table, figure and verdict from measured rows.")
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="rows, W&B runs, folders, wandb:entity/project")
-    parser.add_argument(
-        "--out", metavar="DIR", type=Path, help="folder for report.png, .pdf, .md and .tex (default: beside the first rows)"
-    )
-    parser.add_argument("--readme", action="store_true", help="print the Markdown table only; write nothing")
-    parser.add_argument("--name", default="report", help="file name without ending (default: report)")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; 2 and one line on standard error for bad input."""
-    mend_streams()
-    options = _parse(arguments)
-    try:
-        frame = load.load(*options.paths)
-        parts = parted(frame)
-        if options.readme:
-            print("\n".join(f"{header(part.frame)[0]}\n\n{tables.as_markdown(part.sheet)}" for part in parts))
-            return 0
-        beside = Path(str(frame["source"].iloc[0])).parent
-        if options.out is None and not beside.is_dir():
-            raise ValueError(f"--out: got nothing, allowed a folder where rows come from W&B ({beside}); give one")
-        written = write(frame, options.out or beside, options.name)
-        console = _console()
-        for part in parts:
-            show(part, console)
-        print(*written, sep="\n", flush=True)
-        traced = timelines(frame)
-        for line in (*timeline.write(traced, options.out), *timeline.profile_notes(traced)):
-            print(line, flush=True)
-    except BrokenPipeError:  # the reader (head, less) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def report(paths: list[str], out: Path | None, *, x: str | None, hue: str | None, console: Console) -> list[Path]:
+    """Print and write the report of these sources; the paths written. Raises ValueError, one line, for bad input."""
+    found = rows.frame(*paths)
+    told = list(sections(found, x=x, hue=hue))
+    beside = Path(str(found["source"].iloc[0])).parent
+    folder = out or beside
+    if out is None and not beside.is_dir():
+        raise ValueError(f"--out: got nothing, allowed a folder where rows come from W&B ({beside}); give one")
+    folder.mkdir(parents=True, exist_ok=True)
+    for section in told:
+        show(section, console)
+    return [*save(told, folder), *timelines(beside, folder)]

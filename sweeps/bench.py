@@ -89,7 +89,7 @@ def trace(system: TrainingSystem, batches: Iterator[Batch], num_steps: int, path
 
 
 def record(system: Any, batches: Iterator[Batch], num_steps: int, path: Path) -> None:
-    """One steady step's work on each lane, recorded and, on a GPU, predicted: JSON for `analysis.figures.timeline`.
+    """One steady step's work on each lane, recorded and, on a GPU, predicted: JSON for `analysis.figures.step`.
 
     system: one with `record` and `predict`, the engine. Intervals are [lane, label, start in seconds, end in seconds].
     """

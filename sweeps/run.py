@@ -304,7 +304,7 @@ def _full_error() -> bool:
 
 def _require_report() -> None:
     """ValueError, one line, where the report after the last cell could not be made."""
-    for package in ("matplotlib", "pandas", "rich"):
+    for package in ("matplotlib", "pandas", "rich", "scipy", "tabulate"):
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"command line: got no package {package}, allowed with it, for the report; run pip install -e .")
 

@@ -343,12 +343,12 @@ def finish(cells: Sequence[Cell]) -> int:
         measured += good
         sys.stdout.flush()
         if path.exists() and good:
-            command = [sys.executable, "-m", "analysis.report", str(path)]
+            command = [sys.executable, "-m", "analysis", "report", str(path)]
             # In a session of its own a Ctrl-C reaches this process alone, which stops the report without its traceback.
             done = subprocess.run(command, stdin=subprocess.DEVNULL, start_new_session=True, check=False)
             if done.returncode:
                 failed = True
-                print(f"report: not made; make it again with python -m analysis.report {path}", file=sys.stderr, flush=True)
+                print(f"report: not made; make it again with python -m analysis report {path}", file=sys.stderr, flush=True)
         lacking = [(cell.system, row) for cell, row in rows if row is None or row.status != "ok"]
         whys = [(system, f"{row.status}: {row.reason}" if row else "not run") for system, row in lacking]
         for (system, why), count in Counter(whys).items():

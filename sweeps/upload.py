@@ -1,6 +1,6 @@
 """Rows of JSONL files fed to W&B: by the bench after every cell, and again by hand whenever runs are lost or wanted elsewhere.
 
-Invariant: reads the JSONL and nothing else, and a run holds its whole row, so `analysis.load` makes the same frame of both.
+Invariant: reads the JSONL and nothing else, and a run holds its whole row, so `analysis.rows` makes the same frame of both.
 A run's id follows from the row's cell and start: what was uploaded is skipped offline and overwritten online, never doubled.
 A run counts as uploaded once its file was read back and found to be the row, and as long as that file stays as it was.
 
@@ -71,7 +71,7 @@ def confirm(row: Row, log: Path, file: Path, position: int, project: str) -> Non
 
 
 def config_of(row: Row, file: Path, position: int) -> dict[str, Any]:
-    """The run's config: the cell's, for W&B's tables, and the row with its place in the file, for `analysis.load`."""
+    """The run's config: the cell's, for W&B's tables, and the row with its place in the file, for `analysis.rows`."""
     shown = {**row.config, "machine": row.machine, "versions": row.versions, "cell": row.cell}
     return shown | {"file": file_id(file), "position": position, "row": packed(row)}
 

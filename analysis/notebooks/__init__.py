@@ -1,48 +1,34 @@
-"""Thin notebooks: each .py here is a percent script that loads rows, calls figures and comments; the .ipynb beside it is that
-script executed, outputs and all.
+"""Thin notebooks: each .py here is a percent script that loads, calls and comments; the .ipynb beside it is that script executed.
 
-    python -m analysis.notebooks          # execute all of them again
+python -m analysis.notebooks          # execute all of them again
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pandas as pd
-from IPython.display import Image
-from matplotlib.figure import Figure
+from IPython.display import Image, Markdown, display
 
-from analysis import load, report, style
+from analysis import figures, record, tables
+from analysis.figures import style
 
-RESULTS = Path(__file__).parents[1] / "results"
-
-
-def rows() -> pd.DataFrame:
-    """The last row of every committed cell of each file that was measured on a GPU."""
-    frame = load.load(RESULTS)
-    return load.latest(frame[frame["gpu"].notna()])
+LINES = record.lines()
+"""One line a configuration and run of the committed record. Rows of your own, or of W&B:
+`speeds.lines(studies.assigned(rows.frame(SOURCE)))`."""
+PICTURES = dict(figures.all_figures(LINES, record.RESULTS))
 
 
-def comparisons() -> dict[str, pd.DataFrame]:
-    """Comparisons of systems on a GPU, by the file that holds their rows: files of one study are runs of their own."""
-    return {name: part.frame for name, part in sections().items() if part.study is None}
+def picture(name: str) -> Image:
+    """One of the record's figures."""
+    return Image(style.drawn(PICTURES[name], dpi=90))
 
 
-def studies() -> dict[str, report.Section]:
-    """Studies of one system on a GPU, by the file that holds their rows."""
-    return {name: part for name, part in sections().items() if part.study is not None}
+def table(shown: pd.DataFrame) -> None:
+    """A table of text."""
+    say(tables.markdown(shown))
 
 
-def sections() -> dict[str, report.Section]:
-    """All that the committed files hold, as `analysis.make` draws it: file by file, counted where one has several parts."""
-    found = {}
-    for file in sorted(RESULTS.glob("*.jsonl")):
-        frame = load.load(file)
-        parts = report.parted(frame[frame["gpu"].notna()])
-        found |= {f"{file.stem}{f' ({number})' if number > 1 else ''}": part for number, part in enumerate(parts, 1)}
-    return found
-
-
-def show(figure: Figure) -> Image:
-    """A figure as the output of a cell: a PNG of under 100 kB."""
-    return Image(style.png(figure))
+def say(text: Any) -> None:
+    """Markdown."""
+    display(Markdown(str(text)))

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jupytext
 import nbformat
@@ -50,7 +51,7 @@ def executed(name: str) -> nbformat.NotebookNode:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["IPYTHONDIR"] = folder  # nothing of the user's profile, and no history left in it
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        options = {"timeout": TIMEOUT_S, "record_timing": False, "resources": {"metadata": {"path": str(ROOT)}}}
+        options: Any = {"timeout": TIMEOUT_S, "record_timing": False, "resources": {"metadata": {"path": str(ROOT)}}}
         NotebookClient(notebook, config=SOCKETS, **options).execute()
     for cell in notebook.cells:
         cell["metadata"] = {}

@@ -2,29 +2,21 @@
 """
 # Ablations
 
-What each part of the engine is worth. A figure is chosen by what differs among the rows of a study: two numbers make a heat map,
-rungs of the ladder a ladder, sizes lines, anything else bars. Losses are against the fastest cell whose numerics agree with the
-reference. Files of one study are runs of their own.
+What each part of the engine is worth: double buffering, the ladder from the published algorithm to `fast`, one setting at a time.
 """
 
 # %%
-from IPython.display import Markdown, display
+from analysis import answers, numbers, studies, tables
+from analysis.notebooks import LINES, picture, say, table
 
-from analysis import paper, report
-from analysis.notebooks import rows, show, studies
-
-found = studies()
-print(f"studies in analysis/results: {', '.join(found) or 'none yet; python -m sweeps.run +ablation=NAME measures one'}")
-
-# %% [markdown]
-"""
-The double-buffering result, beside the paper's:
-"""
+for study in studies.all_studies()[3:]:
+    mine = LINES[(LINES["study"] == study.name) & ~LINES["superseded"]]
+    run = mine[mine["run"] == numbers.lead(study, mine)]
+    say(f"## {study.title}\n\n{study.question}\n\n{answers.sentence(study, run)}")
+    table(tables.of(study, run))
 
 # %%
-print(paper.double_buffering(rows()))
+picture("double_buffering")
 
 # %%
-for file, part in found.items():
-    display(Markdown(f"# {file}\n\n{report.markdown(part)}"))
-    display(show(part.figure()))
+picture("ladder")

@@ -2,33 +2,16 @@
 """
 # Memory
 
-Peaks on device and host, observed above what the plan said by kind, for every comparison. A system that was refused has its plan
-drawn all the same, past the line that marks what the machine has. *device* is the peak of torch's allocator, *host* the peak
-PSS of the cell's processes, both from the row.
+What fills the device and the host under each system at 14B, and how far each plan was from what was observed.
 """
 
 # %%
-import pandas as pd
-from IPython.display import display
+from analysis.notebooks import LINES, picture, table
 
-from analysis.figures import memory, quickstart
-from analysis.notebooks import comparisons, show
-
-parts = {name: part for name, part in comparisons().items() if len(part) > 1}
-for name, part in parts.items():
-    print(f"{name}: {quickstart.heading(part)}, {len(part)} cells")
-    display(show(memory.figure(part)))
-
-# %% [markdown]
-"""
-How far the plan was from what was observed, in percent of the observed peak.
-"""
+picture("memory")
 
 # %%
-measured = pd.concat([part.assign(file=name) for name, part in comparisons().items()])
-measured = measured.dropna(subset=["peak_device_bytes", "plan_device_bytes"])
-off = {
-    "device %": 100 * (measured["plan_device_bytes"] / measured["peak_device_bytes"] - 1),
-    "host %": 100 * (measured["plan_host_bytes"] / measured["peak_host_bytes"] - 1).where(measured["plan_host_bytes"] > 0),
-}
-measured[["file", "label", "batch_size"]].assign(**off).round(1)
+known = LINES[LINES["tokens_per_s"].notna() & LINES["device_gb"].notna() & ~LINES["superseded"]]
+planned = known["plan"].map(lambda plan: sum((plan.get("device") or {}).values()) / 1e9)
+off = (planned / known["device_gb"] - 1).groupby(known["family"]).agg(["count", "min", "median", "max"])
+table(off.map("{:+.0%}".format).assign(count=off["count"]).reset_index())

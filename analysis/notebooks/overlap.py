@@ -2,21 +2,22 @@
 """
 # Overlap
 
-What every lane of the engine does in one recorded step, above the cost model's prediction of it: copies in and out, computation,
-and AdamW on the CPU. *Busy* is the union of a lane's intervals, *hidden* the share of it during which the device computes.
+What every lane of the engine does in one recorded step of the published algorithm and of `fast`, at 7B.
 """
 
 # %%
-from IPython.display import display
+import pandas as pd
 
-from analysis.figures import timeline as drawing
-from analysis.notebooks import RESULTS, show
-from analysis.timeline import SUFFIX, load_all
+from analysis import record, timeline
+from analysis.notebooks import picture, table
 
-timelines = load_all(sorted(RESULTS.glob(f"*{SUFFIX}")))
-for one in timelines:
-    print("\n".join(drawing.lines(one)), end="\n\n")
+picture("timeline")
 
 # %%
-for one in timelines:
-    display(show(drawing.figure([one])))
+steps = [step for path in sorted((record.RESULTS / "timelines").iterdir()) for step in timeline.load(path)]
+told = [
+    {"step": step.name, "kind": "predicted" if step.predicted else "recorded", "lane": lane, "busy s": f"{step.busy_s(lane):.2f}"}
+    for step in steps
+    for lane in step.lanes
+]
+table(pd.DataFrame(told))

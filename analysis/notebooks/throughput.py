@@ -2,38 +2,21 @@
 """
 # Throughput
 
-Speed against model size, batch and context, one line for each system and preset, from the rows in `analysis/results`.
-Error bars are 95% intervals of the windows; hollow points are predictions of the cost model; a marker beside a cross was not
-measured, and the legend says why. TFLOPS are 6P: 6 x parameters x tokens/s, recomputation never counted.
+Every system of every run with the engine, and the engine over each rival. Ratios are taken within a run; bars are 95% intervals.
 """
 
 # %%
-from IPython.display import Markdown, display
+from analysis import answers, numbers, studies, tables
+from analysis.notebooks import LINES, picture, say, table
 
-from analysis import machines, tables
-from analysis.compare import compare, notes
-from analysis.figures import quickstart, throughput
-from analysis.notebooks import comparisons, rows, show
-from analysis.verdict import sentence
-
-frame = rows()
-kinds = dict(tuple(frame.groupby("machine_name", sort=False)))
-for name, mine in kinds.items():
-    print(f"{name}: {len(mine)} cells of {', '.join(sorted(set(mine['model'])))}")
+for study in studies.all_studies()[:3]:
+    mine = LINES[(LINES["study"] == study.name) & ~LINES["superseded"]]
+    run = mine[mine["run"] == numbers.lead(study, mine)]
+    say(f"## {study.title}\n\n{answers.sentence(study, run)}")
+    table(tables.of(study, run))
 
 # %%
-for mine in kinds.values():
-    if throughput.varies(mine):
-        display(show(throughput.figure(mine)))
-
-# %% [markdown]
-"""
-Systems are ranked only within one run of a study: the same file, model, batch, length and machine.
-"""
+picture("rivals")
 
 # %%
-for file, part in comparisons().items():
-    comparison = compare(part)
-    title = f"**{file}**: {quickstart.heading(part)}"
-    listed = "\n".join(f"- {note}" for note in [*notes(comparison), *machines.notes(part)])
-    display(Markdown(f"{title}\n\n{tables.markdown(comparison)}\n{sentence(comparison)}\n\n{listed}"))
+picture("pareto")

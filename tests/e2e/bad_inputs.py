@@ -422,40 +422,41 @@ TABLE = {
         good.jsonl cell=nope => cell: got nope
         --mode => --mode
     """,
-    "analysis.report": """
-        => PATH
+    "analysis": """
+        => COMMAND
         nope => nope
-        nope.jsonl => nope.jsonl
-        folder => folder
-        empty.jsonl => empty.jsonl
-        torn.jsonl => torn.jsonl
-        list.jsonl => list.jsonl
-        later.jsonl => later.jsonl
-        good.jsonl nope.jsonl => nope.jsonl
-        good.jsonl --out => --out
-        good.jsonl --out file => file
-        good.jsonl --out file/x => file
-        good.jsonl --nope => --nope
-        wandb:nobody => wandb:nobody
-        wandb: => wandb:
-    """,
-    "analysis.make": """
-        --results nope => --results: got nope
-        --results file => --results: got file
-        --results => --results
-        --nope => --nope
-        nope => nope
-    """,
-    "analysis.figures.timeline": """
-        => FILE
-        nope.timeline.json => nope.timeline.json
-        file => file
-        folder => folder
-        torn.jsonl => torn.jsonl
-        list.jsonl => list.jsonl
-        file --label => --label
-        file --label a --label b => --label
-        file --nope => --nope
+        report => PATH
+        report nope => nope
+        report nope.jsonl => nope.jsonl
+        report folder => folder
+        report empty.jsonl => empty.jsonl
+        report torn.jsonl => torn.jsonl
+        report list.jsonl => list.jsonl
+        report later.jsonl => later.jsonl
+        report good.jsonl nope.jsonl => nope.jsonl
+        report good.jsonl --out => --out
+        report good.jsonl --out file => file
+        report good.jsonl --out file/x => file
+        report good.jsonl --nope => --nope
+        report good.jsonl --x nope => --x: got 'nope'
+        report good.jsonl --hue system.nope => --hue: got 'system.nope'
+        report wandb:nobody => wandb:nobody
+        report wandb: => wandb:
+        figures --results nope => nope
+        figures --results file => file
+        figures --results folder => folder
+        figures --results => --results
+        figures --format nope => --format
+        figures nope => nope
+        docs --results nope => nope
+        docs --results folder => folder
+        docs --nope => --nope
+        add => PATH
+        add nope => nope
+        add folder => folder
+        add torn.jsonl --results folder => torn.jsonl
+        add list.jsonl --results folder => list.jsonl
+        add later.jsonl --results folder => later.jsonl
     """,
     "analysis.notebooks": """
         nope => nope
@@ -473,7 +474,7 @@ TABLE = {
 }
 LONG = "n" * 300
 """A name that no file can have; stands for LONG in the table."""
-MODULES = {"engine": "engine.__main__", "analysis.notebooks": "analysis.notebooks.__main__"}
+MODULES = {"engine": "engine.__main__", "analysis": "analysis.__main__", "analysis.notebooks": "analysis.notebooks.__main__"}
 
 
 def cases() -> list[tuple[str, str, str]]:

@@ -27,7 +27,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from analysis import load, report
+from analysis import __main__ as analysis
+from analysis import rows as frames
 from sweeps import run
 from sweeps.result import read_rows
 from tests.e2e.test_sweeps_cli import SMALL
@@ -118,7 +119,7 @@ class Loop:
             return commanded(run.main, *AXES, *SMALL, f"output_dir={self.folder}")
         if kind == "upload":
             return commanded(uploaded, str(self.rows_path))
-        return commanded(lambda: report.main([str(self.rows_path)]))
+        return commanded(lambda: analysis.main(["report", str(self.rows_path)]))
 
     def disturb(self, kind: str) -> bool:
         """Kill a command, or the cell that it runs, at a random moment; False where it ended before."""
@@ -187,7 +188,7 @@ class Loop:
 
     def mirrored(self) -> None:
         """W&B's runs are the rows."""
-        frames = [load.frame(path) for path in (self.rows_path, self.folder / "wandb")]
+        frames = [frames.frame(path) for path in (self.rows_path, self.folder / "wandb")]
         one, other = (frame.drop(columns="source") for frame in frames)
         pd.testing.assert_frame_equal(one, other)
 

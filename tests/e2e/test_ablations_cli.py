@@ -70,12 +70,12 @@ def test_the_table_of_a_study_is_of_its_rows(tmp_path: Path) -> None:
     assert rows[0].num_params < rows[1].num_params
     page = (tmp_path / "report.md").read_text()
     title, _, *body = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("|")]
-    assert title[:3] == ["parameters", "layers", "tokens/s"]
-    assert [line[1] for line in body] == ["1", "2"]
+    assert title[:2] == ["num hidden layers", "tokens/s"]
+    assert [line[0] for line in body] == ["1", "2"]
     for line, row in zip(body, rows, strict=True):
         assert row.tokens_per_s is not None
-        assert line[2] == f"{row.tokens_per_s:,.0f}"
-        assert f"  {line[2]}  " in done.stdout
+        assert line[1] == f"{row.tokens_per_s:,.0f}"
+        assert f"  {line[1]}  " in done.stdout
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
     assert "\\toprule" in (tmp_path / "report.tex").read_text()

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(300)  # the first test waits for all of them
 
 @pytest.fixture(scope="module")
 def tried() -> list[dict[str, Any]]:
-    rows = min((ROOT / "analysis" / "results").glob("*.jsonl"))
+    rows = min((ROOT / "analysis" / "results").rglob("*.jsonl"))
     command = [sys.executable, "-m", "tests.e2e.bad_inputs", str(rows)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)

@@ -15,7 +15,7 @@ from subprocess import PIPE, CompletedProcess
 import pandas as pd
 import pytest
 
-from analysis import load
+from analysis import rows as frames
 from sweeps import auto, run
 from sweeps.errors import USER_ERRORS, one_line
 from sweeps.result import Row, read_rows
@@ -242,7 +242,7 @@ def test_runs_and_rows_give_the_same_frame(study: Study) -> None:
     command = [sys.executable, "-m", "sweeps.upload", str(study.output)]
     subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, timeout=120, check=True)
     assert len(list(runs.glob("offline-run-*"))) == len(study.rows[-1])
-    frame, back = (load.frame(folder).drop(columns="source") for folder in (study.output, runs))
+    frame, back = (frames.frame(folder).drop(columns="source") for folder in (study.output, runs))
     pd.testing.assert_frame_equal(back, frame)
     assert list(frame["status"]) == [row.status for row in study.rows[-1]]
 
@@ -340,7 +340,7 @@ def test_interrupting_the_imports_is_one_line(tmp_path: Path, module: str) -> No
 
 
 INTERRUPTED = {
-    "report": ("analysis.report", "every row is there, the report was not finished"),
+    "report": ("analysis", "every row is there, the report was not finished"),
     "upload": ("sweeps.upload", "the cell's row is there"),
     "look": ("sweeps.check", "no cell was running"),
 }

@@ -20,7 +20,7 @@ from sweeps.identity import NEUTRAL
 from sweeps.result import read_rows
 from sweeps.sinks import JsonlSink
 from tests.e2e.test_sweeps_cli import ENVIRONMENT, ROOT, SMALL, started
-from tests.unit.test_analysis_load import row
+from tests.made_rows import row
 from tests.unit.test_sweeps_config import composed
 
 pytestmark = pytest.mark.timeout(600)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from analysis import load, tables
-from analysis.studies import Study, study_of
 from sweeps.result import Row
-from tests.unit.test_analysis_load import curve, row
+from tests.made_rows import curve, row
 
 RUNGS = ("0_paper", "1_own_slabs", "2_overlap", "6_fast")
 
@@ -161,12 +159,3 @@ def many_studies() -> list[Row]:
         for length in (1024 << power for power in range(10)):
             rows.append(scaled(max(1, 32768 // length), length, number * 4.0, system, experiment="context_length", **common))
     return rows
-
-
-def study(rows: list[Row]) -> Study:
-    return study_of(load.from_rows(rows))
-
-
-def by_label(rows: list[Row], columns: int) -> dict[tuple[str, ...], list[str]]:
-    sheet = tables.study_sheet(study(rows))
-    return {tuple(line[:columns]): line[columns:] for line in sheet.cells}

@@ -17,14 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from analysis.load import shown_preset
+from analysis.rows import family_and_mode
 from baselines import distributed
 from baselines.common import parse_options, whole_directory
 from baselines.deepspeed_setup import sole_builder
 from baselines.model import count_params, num_params
 from baselines.system import REGISTRY, ModelSpec, Shape, SystemSpec, Unsupported, build
 from engine import Recipe
-from tests.unit.test_analysis_load import row
+from tests.made_rows import row
 from tests.unit.test_baselines_model import TINY
 from tests.unit.test_sweeps_config import GROUPS, composed
 
@@ -118,8 +118,9 @@ def test_a_compiled_preset_is_its_system_compiled_and_is_labelled_so_once(name):
     assert compiled.options == {**plain.options, "compile": True}
     assert compiled.hash == composed(f"system={start}", "system.compile=true").hash
     preset = plain.options.get("preset")
-    shown = shown_preset(row(compiled.system, [1.0], preset=preset, config=compiled.config))
-    assert shown == (f"{preset} compiled" if preset else "compiled")
+    mine = family_and_mode(row(compiled.system, [1.0], preset=preset, config=compiled.config))
+    start = family_and_mode(row(plain.system, [1.0], preset=preset, config=plain.config))
+    assert mine == (start[0], f"{start[1]} compiled".strip())
 
 
 def test_bad_dtype_and_system():

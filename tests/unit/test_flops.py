@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from analysis import load
+from analysis import rows
 from sweeps import flops
 from sweeps.result import host_split, read_rows
 from tests.models import make_model
 
 BATCH, SEQ_LEN = 2, 24
-RESULTS = Path(load.__file__).parent / "results"
+RESULTS = Path(rows.__file__).parent / "results"
 
 
 def counted(model: torch.nn.Module) -> float:
@@ -87,10 +87,11 @@ def test_host_bytes_add_up_to_what_was_observed() -> None:
 
 
 def test_rows_from_before_load_and_are_split_too() -> None:
-    rows = read_rows(RESULTS / "h200_3b.jsonl")
-    assert {row.bench_version for row in rows} <= {1, 2}
-    assert all(row.mfu_datasheet is None and row.host_split == {} for row in rows)
-    frame = load.load(RESULTS / "h200_3b.jsonl").set_index("system")
+    path = RESULTS / "vs_zero3_3b" / "2026-11-21_h200-16c_t1027.jsonl"
+    before = read_rows(path)
+    assert {row.bench_version for row in before} <= {1, 2}
+    assert all(row.mfu_datasheet is None and row.host_split == {} for row in before)
+    frame = rows.frame(path).set_index("family")
     split = frame.loc["zero3", "host_split"]
     assert sum(split.values()) == frame.loc["zero3", "peak_host_bytes"]
     assert split["moments"] == 8 * frame.loc["zero3", "num_params"]

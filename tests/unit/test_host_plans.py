@@ -22,22 +22,22 @@ PAGEABLE = ("moments", "other")
 """Kinds that are private pages under FSDP2 and SuperOffload; all others are pinned or shared. ZeRO-3's master is pageable too."""
 ROWS = {
     "fsdp2 3B": ("h200_3b", "fsdp2", "qwen2.5-3b"),
-    "fsdp2 3B compiled": ("zero3_3b_32cores", "fsdp2", "qwen2.5-3b"),
-    "fsdp2 7B": ("zero3_7b", "fsdp2", "qwen2.5-7b"),
-    "superoffload 3B": ("zero3_3b_32cores", "superoffload", "qwen2.5-3b"),
-    "superoffload 7B": ("zero3_7b", "superoffload", "qwen2.5-7b"),
-    "zero3 0.5B": ("model_size", "zero3", "qwen2.5-0.5b"),
-    "zero3 1.5B": ("model_size", "zero3", "qwen2.5-1.5b"),
-    "zero3 3B": ("zero3_3b", "zero3", "qwen2.5-3b"),
-    "zero3 7B": ("zero3_7b", "zero3", "qwen2.5-7b"),
-    "zero3 14B": ("zero3_14b", "zero3", "qwen2.5-14b"),
+    "fsdp2 3B compiled": ("vs_zero3_3b/2026-11-22_h200-32c_9689d588", "fsdp2", "qwen2.5-3b"),
+    "fsdp2 7B": ("vs_zero3_7b/2026-11-22_h200-32c_65ed26ba", "fsdp2", "qwen2.5-7b"),
+    "superoffload 3B": ("vs_zero3_3b/2026-11-22_h200-32c_9689d588", "superoffload", "qwen2.5-3b"),
+    "superoffload 7B": ("vs_zero3_7b/2026-11-22_h200-32c_65ed26ba", "superoffload", "qwen2.5-7b"),
+    "zero3 0.5B": ("model_size/2026-11-22_h200-16c_124fe042", "zero3", "qwen2.5-0.5b"),
+    "zero3 1.5B": ("model_size/2026-11-22_h200-16c_124fe042", "zero3", "qwen2.5-1.5b"),
+    "zero3 3B": ("vs_zero3_3b/2026-11-21_h200-16c_t1812", "zero3", "qwen2.5-3b"),
+    "zero3 7B": ("vs_zero3_7b/2026-11-22_h200-32c_65ed26ba", "zero3", "qwen2.5-7b"),
+    "zero3 14B": ("vs_zero3_14b/2026-11-22_h200-64c_524bf9d0", "zero3", "qwen2.5-14b"),
 }
 
 
 REGISTERED = {
-    "zero2 3B": ("zero3_3b_best", "zero2", "qwen2.5-3b"),
-    "zenflow 3B": ("zero3_3b_best", "zenflow", "qwen2.5-3b"),
-    "zero_infinity 3B": ("zero3_3b_more", "zero_infinity", "qwen2.5-3b"),
+    "zero2 3B": ("vs_zero3_3b/2026-11-23_h200-32c_0b51b947", "zero2", "qwen2.5-3b"),
+    "zenflow 3B": ("vs_zero3_3b/2026-11-23_h200-32c_0b51b947", "zenflow", "qwen2.5-3b"),
+    "zero_infinity 3B": ("vs_zero3_3b/2026-11-23_h200-32c_19e485b7", "zero_infinity", "qwen2.5-3b"),
 }
 """Rows under pinned_use_cuda_host_register: pinned memory is made of private pages there, and shared memory is shared."""
 

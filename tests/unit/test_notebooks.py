@@ -9,7 +9,6 @@ from typing import Any
 import nbformat
 import pytest
 
-from analysis.notebooks import RESULTS, comparisons, studies
 from analysis.notebooks.__main__ import FOLDER, NAMES, executed, joined, main, notebook_of
 
 LARGEST_BYTES = 150_000
@@ -47,11 +46,8 @@ def test_a_committed_notebook_is_its_script_and_small(name: str) -> None:
     assert not re.search(r"/tmp/|/home/|/root/|/work/", nbformat.writes(notebook)), "a path of somebody's machine"
 
 
-def test_every_committed_file_of_rows_is_in_a_notebook() -> None:
-    """Two studies of one name are two files, and neither hides the other."""
-    shown = {name.partition(" (")[0] for name in (*comparisons(), *studies())}
-    assert shown == {path.stem for path in RESULTS.glob("*.jsonl")}
-    assert {"double_buffering", "double_buffering_two_windows", "h200_7b_late_moments"} <= set(studies())
+def test_together_they_are_light_enough_for_a_repository_page() -> None:
+    assert sum((FOLDER / f"{name}.ipynb").stat().st_size for name in NAMES) <= 1_500_000
 
 
 @pytest.mark.slow

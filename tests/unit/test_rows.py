@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from analysis import load, report
+from analysis import report
+from analysis import rows as frames
 from sweeps import auto, environment, lock, study, tuner, upload
 from sweeps.config import Cell
 from sweeps.errors import one_line
@@ -25,10 +26,10 @@ from sweeps.result import Row, read_rows, row_of_line
 from sweeps.run import command_of
 from sweeps.sinks import JsonlSink
 from tests.e2e.test_sweeps_cli import SMALL
-from tests.unit.test_analysis_load import row, save
+from tests.made_rows import row, save
 
 ROOT = Path(__file__).parents[2]
-COMMITTED = (ROOT / "analysis" / "results" / "double_buffering.jsonl").read_text().splitlines()
+COMMITTED = (ROOT / "analysis" / "results" / "double_buffering" / "2026-11-22_h200-16c_3fbbe9fd.jsonl").read_text().splitlines()
 WINDOW = {"event": "losses", "first_step": 0, "seconds": 1.0, "num_tokens": 30, "losses": [7.0]}
 
 
@@ -221,9 +222,10 @@ def test_within_a_file_the_place_decides_and_not_the_clock(tmp_path: Path) -> No
     late = row("zero3", status="timeout", reason="600 s", started_at="2026-11-23T08:00:00Z")
     stepped_back = [late, row("zero3", [2.9], started_at="2026-11-22T08:00:00Z")]
     first = save(tmp_path / "a.jsonl", stepped_back)
-    assert list(load.latest(load.load(first))["status"]) == ["ok"]
+    assert list(frames.frame(first)["status"]) == ["ok"]
     other = save(tmp_path / "b.jsonl", [row("zero3", [3.1], started_at="2026-11-22T09:00:00Z")])
-    assert list(load.load(first, other)["file"].map(list(load.load(first, other)["file"]).index)) == [0, 1, 1]
+    files = list(frames.every_row(first, other)["file"])
+    assert [files.index(one) for one in files] == [0, 1, 1]
 
 
 def mutated(path: str, value: Any) -> str:
@@ -275,7 +277,7 @@ def test_a_row_of_wrong_types_is_one_line_with_its_place(tmp_path: Path, path: s
     assert path.split(".")[0] in told
     assert "\n" not in told
     assert len(told) < 600 + len(str(file))
-    for read in (load.load, lambda source: upload.rows_in(source, "")):
+    for read in (frames.frame, lambda source: upload.rows_in(source, "")):
         with pytest.raises(ValueError, match="line 3 has "):
             read(file)
 
@@ -304,8 +306,8 @@ def test_what_is_read_can_be_reported() -> None:
                 refused.append(str(error))
     assert all(line.startswith("here has ") for line in refused)
     assert min(len(accepted), len(refused)) > 80
-    for part in report.sections(load.from_rows(accepted)):
-        assert report.markdown(part)
+    for part in report.sections(frames.from_rows(accepted)):
+        assert report.markdown(part, "")
 
 
 def test_a_row_without_a_config_is_nobody_s_trial_and_tells_no_rates(tmp_path: Path) -> None:
@@ -318,7 +320,7 @@ def test_a_row_without_a_config_is_nobody_s_trial_and_tells_no_rates(tmp_path: P
 
 
 def test_every_committed_row_is_read_and_written_as_it_was() -> None:
-    for file in sorted((ROOT / "analysis" / "results").glob("*.jsonl")):
+    for file in sorted((ROOT / "analysis" / "results").rglob("*.jsonl")):
         for line, one in zip(file.read_text().splitlines(), read_rows(file), strict=True):
             record = json.loads(line)
             assert record.items() <= json.loads(one.to_json()).items()
@@ -365,4 +367,4 @@ def test_a_report_that_fails_is_an_exit_code(tmp_path: Path, capfd: pytest.Captu
     assert (tmp_path / "report.png").read_text() == "the last report's"
     errors = capfd.readouterr().err.splitlines()
     assert any(line.startswith("error: ") and "report.png" in line for line in errors), errors
-    assert f"report: not made; make it again with python -m analysis.report {cell.rows_path}" in errors
+    assert f"report: not made; make it again with python -m analysis report {cell.rows_path}" in errors

@@ -20,10 +20,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from analysis import load
+from analysis import rows as frames
 from sweeps.result import Row, history, packed, unpacked
 from sweeps.upload import config_of
-from tests.unit.test_analysis_load import curve, plan, row, save
+from tests.made_rows import curve, plan, row, save
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {
@@ -65,9 +65,9 @@ def test_files_stay_apart(tmp_path: Path) -> None:
     for name, hour in (("a", 1), ("b", 2)):
         save(tmp_path / f"{name}.jsonl", [dataclasses.replace(one, started_at=f"2026-11-22T0{hour}:00:00Z") for one in rows()[:2]])
     assert upload(tmp_path).returncode == 0
-    back = load.frame(tmp_path / "wandb")
-    assert same(back, load.frame(tmp_path))
-    assert [len(part) for part in load.by_file(back)] == [2, 2]
+    back = frames.frame(tmp_path / "wandb")
+    assert same(back, frames.frame(tmp_path))
+    assert sorted(back.groupby("run").size()) == [2, 2]
 
 
 def same(one: pd.DataFrame, other: pd.DataFrame) -> bool:
@@ -77,11 +77,11 @@ def same(one: pd.DataFrame, other: pd.DataFrame) -> bool:
 
 def test_offline_runs_and_the_jsonl_give_the_same_frame(uploaded: tuple[Path, list[str]]) -> None:
     path, folders = uploaded
-    frame = load.frame(path)
-    assert same(load.frame(path.parent / "wandb"), frame)
+    frame = frames.frame(path)
+    assert same(frames.frame(path.parent / "wandb"), frame)
     assert list(frame["agrees"][[0, 3]]) == [True, True]
     assert math.isnan(frame["losses"][1][-1])
-    single = load.frame(folders[2])
+    single = frames.frame(folders[2])
     assert (len(single), single["reason"][0]) == (1, rows()[2].reason)
 
 
@@ -93,7 +93,7 @@ def test_a_synced_run_gives_the_same_frame(uploaded: tuple[Path, list[str]], tmp
         shutil.copytree(folder, tmp_path / name)
         if number % 2 == 0:
             (tmp_path / name / f"{next(folder.glob('*.wandb')).name}.synced").touch()
-    assert same(load.frame(tmp_path), load.frame(path))
+    assert same(frames.frame(tmp_path), frames.frame(path))
 
 
 def test_uploading_again_adds_nothing(uploaded: tuple[Path, list[str]]) -> None:
@@ -125,13 +125,13 @@ def test_a_run_whose_writer_was_killed_is_told_and_made_again(uploaded: tuple[Pa
     log.write_bytes(log.read_bytes()[: log.stat().st_size // 3])
     (torn / "uploaded").unlink()
     with pytest.raises(ValueError, match=r"its writer was .*upload") as caught:
-        load.frame(torn.parent)
+        frames.frame(torn.parent)
     assert "\n" not in str(caught.value)
-    assert len(load.frame(tmp_path)) == 2  # the JSONL has every row
+    assert len(frames.frame(tmp_path)) == 2  # the JSONL has every row
     assert upload(path).returncode == 0
     assert len(list(torn.parent.glob("offline-run-*"))) == 3
     log.write_bytes(b"")
-    again, there = load.frame(torn.parent), load.frame(path)
+    again, there = frames.frame(torn.parent), frames.frame(path)
     assert list(again["file"] == there["file"]) == [True, False], "the other was uploaded from another folder"
     assert same(again.drop(columns="file"), there.drop(columns="file"))
 
@@ -155,7 +155,7 @@ def test_a_run_without_room_is_one_line_and_no_upload(tmp_path: Path, num_bytes:
     assert len(done.stderr.splitlines()) == 1
     assert not list(tmp_path.rglob("uploaded"))
     assert upload(path).returncode == 0
-    assert same(load.frame(tmp_path / "wandb"), load.frame(path))
+    assert same(frames.frame(tmp_path / "wandb"), frames.frame(path))
 
 
 def test_runs_that_were_damaged_later_are_named_and_the_remedy_works(tmp_path: Path) -> None:
@@ -166,10 +166,10 @@ def test_runs_that_were_damaged_later_are_named_and_the_remedy_works(tmp_path: P
     content[200:300] = bytes(byte ^ 1 for byte in content[200:300])
     flipped.write_bytes(content)
     with pytest.raises(ValueError, match=r"upload .*; so are 1 more") as caught:
-        load.frame(tmp_path / "wandb")
+        frames.frame(tmp_path / "wandb")
     assert str(torn) in str(caught.value)
     assert upload(path).returncode == 0
-    assert same(load.frame(tmp_path / "wandb"), load.frame(path))
+    assert same(frames.frame(tmp_path / "wandb"), frames.frame(path))
     assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 4
 
 
@@ -197,7 +197,10 @@ def test_a_run_of_another_schema_is_refused() -> None:
         (["rows.jsonl", "mode=later"], "upload: mode: got 'later', allowed offline, online"),
         (["nowhere.jsonl"], "got no such file or folder"),
         (["tests"], "upload: tests: got no rows"),
-        (["analysis/results/h200_3b.jsonl", "cell=nope"], "upload: cell: got nope, allowed a cell of"),
+        (
+            ["analysis/results/vs_zero3_3b/2026-11-21_h200-16c_t1027.jsonl", "cell=nope"],
+            "upload: cell: got nope, allowed a cell of",
+        ),
     ],
 )
 def test_a_mistyped_upload_is_one_line(arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -218,7 +221,7 @@ def test_an_upload_that_cannot_reach_the_server_is_one_line(tmp_path: Path) -> N
 
 def loaded(source: str, **env: str) -> CompletedProcess[str]:
     """In a process of its own: wandb keeps what it once knew of keys and servers."""
-    code = f"from analysis import load\ntry:\n    load.frame({source!r})\nexcept ValueError as error:\n    print(error)"
+    code = f"from analysis import rows\ntry:\n    rows.frame({source!r})\nexcept ValueError as error:\n    print(error)"
     command = [sys.executable, "-c", code]
     quiet = os.environ | {"WANDB_SILENT": "true"} | env
     return subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=120, check=False)
@@ -310,10 +313,10 @@ def test_a_service_that_does_not_end_holds_nobody_up(tmp_path: Path) -> None:
     service.chmod(0o755)
     code = (
         "import atexit, subprocess, sys\n"
-        "from analysis import load, runs\n"
+        "from analysis import rows, runs\n"
         "runs.END_S = 0.1\n"
         "atexit.register(subprocess.Popen([sys.argv[1], '600']).wait)\n"
-        "try:\n    load.frame('wandb:me/project')\nexcept ValueError as error:\n    print(error)"
+        "try:\n    rows.frame('wandb:me/project')\nexcept ValueError as error:\n    print(error)"
     )
     env = os.environ | NO_KEY | {"WANDB_SILENT": "true"}
     done = subprocess.run([sys.executable, "-c", code, service], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
@@ -337,11 +340,11 @@ def test_a_project_online_gives_the_frame_of_its_jsonl(
         monkeypatch.setitem(PROJECT, f"run{position}", run)
     if "@" in address:
         monkeypatch.setitem(PROJECT, "other", PROJECT["run0"] | {"group": "there"})
-    code = "import pickle, sys; from analysis import load; sys.stdout.buffer.write(pickle.dumps(load.frame(sys.argv[1])))"
+    code = "import pickle, sys; from analysis import rows; sys.stdout.buffer.write(pickle.dumps(rows.frame(sys.argv[1])))"
     env = os.environ | NO_NETWORK | {"WANDB_SILENT": "true", "WANDB_BASE_URL": server, "WANDB_HTTP_TIMEOUT": "20"}
     done = subprocess.run([sys.executable, "-c", code, address], cwd=ROOT, env=env, capture_output=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr.decode()
-    assert same(pickle.loads(done.stdout), load.frame(path).iloc[wanted].reset_index(drop=True))
+    assert same(pickle.loads(done.stdout), frames.frame(path).iloc[wanted].reset_index(drop=True))
 
 
 def test_a_project_that_does_not_exist_is_one_line(server: str) -> None:

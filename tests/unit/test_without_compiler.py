@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from analysis import load
-from analysis.cells import cells_of, comparable
-from analysis.compare import compare, notes
+from analysis import numbers, rows, speeds, studies, tables
 from baselines import megatrain
 from baselines.system import ModelSpec, Shape, SystemSpec, Unsupported, build
 from engine import Machine, Recipe, native
 from sweeps.config import cell_from
+from tests.made_rows import curve, row
 from tests.models import H200
-from tests.unit.test_analysis_load import curve, row
 from tests.unit.test_baselines_model import TINY
 from tests.unit.test_sweeps_config import composed
 
@@ -79,19 +77,19 @@ def test_the_fallback_is_never_ranked_nor_held_against_others() -> None:
         return composed("system=megatrain", *(f"system.{name}={value}" for name, value in system.items())).config
 
     caveat = "AdamW through torch"
-    rows = [
+    given = [
         row("in_memory", [0.5], losses=curve(3)),
         row("zero3", [2.0], agrees=True, max_loss_difference=0.0),
         row("megatrain", [1.0], agrees=True, cell="a", config=config(torch_adamw="true"), caveat=caveat),
         row("megatrain", [1.5], agrees=True, cell="b", config=config()),
     ]
-    frame = load.from_rows(rows)
-    result = compare(frame)
-    asked, own = sorted((one for one in result.standings if one.system == "megatrain"), key=lambda one: one.fallback, reverse=True)
-    assert own.ranked
-    assert own.best
-    assert own.ratio is not None
-    assert (asked.ranked, asked.best, asked.ratio) == (False, False, None)
-    assert f"{asked.label}: {caveat}" in notes(result)
-    assert asked.label != own.label
-    assert [comparable(one) for one in cells_of(frame) if one.standing.fallback] == [False]
+    lines = speeds.lines(studies.assigned(rows.from_rows(given)))
+    asked = lines[lines["caveat"].notna()].iloc[0]
+    own = lines[(lines["system"] == "megatrain") & ~lines["fallback"]].iloc[0]
+    assert asked["fallback"]
+    assert not speeds.comparable(lines)[asked.name]
+    assert speeds.comparable(lines)[own.name]
+    assert numbers.line(lines, "megatrain").name == own.name
+    assert any(caveat in note for note in tables.notes(lines))
+    first = tables.comparison(studies.of_rows("quickstart", lines), lines)
+    assert list(first["system"])[-1].startswith("MegaTrain (torch adamw")

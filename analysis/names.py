@@ -1,0 +1,128 @@
+"""What a system is called and in which colour it is drawn, everywhere the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+SYSTEMS: dict[str, tuple[str, str, str]] = {
+    "megatrain": ("MegaTrain", "#1f5fa8", "s"),
+    "megatrain_fast": ("MegaTrain fast", "#1f5fa8", "s"),
+    "megatrain_stream": ("MegaTrain stream", "#6fa8dc", "o"),
+    "megatrain_paper": ("MegaTrain paper", "#9db4cc", "p"),
+    "megatrain_long": ("MegaTrain long", "#3d7a99", "h"),
+    "published_megatrain": ("MegaTrain, authors' code", "#7d8ea3", "X"),
+    "zero3": ("ZeRO-3", "#e0701f", "^"),
+    "zero3_twinflow": ("Twin-Flow", "#3f8f3a", "D"),
+    "zero3_optimizer": ("ZeRO-3, optimizer offloaded", "#f0a868", "<"),
+    "zero2": ("ZeRO-2", "#b94082", "v"),
+    "superoffload": ("SuperOffload", "#5f4690", "P"),
+    "zenflow": ("ZenFlow", "#b89a1c", "*"),
+    "zero_infinity": ("ZeRO-Infinity", "#6b461d", "d"),
+    "fsdp2": ("FSDP2", "#2a9d8f", ">"),
+    "fsdp2_grad_op": ("FSDP2, one gather", "#83c5be", "8"),
+    "torchao_offload": ("torchao offload", "#7e7e7e", "H"),
+    "in_memory": ("in memory", "#2b2b2b", "."),
+}
+"""Family -> name, colour, marker; in the order of legends. `fast`, `stream` and `paper` are shades of one blue: one engine."""
+OTHER = ("#a0a0a0", "X")
+MODES = {"kept": "activations kept", "tuned": "tuned", "compiled": "compiled"}
+STATUSES = {
+    "oom_device": "out of device memory",
+    "oom_host": "out of host memory",
+    "timeout": "timed out",
+    "nonfinite": "loss not finite",
+    "unsupported": "unsupported",
+    "wont_fit": "does not fit",
+    "error": "error",
+}
+SETTINGS = {
+    "system.depth": "weight slots",
+    "system.streams": "CUDA streams",
+    "system.checkpoint_interval": "layers between kept inputs",
+    "system.gradient_slabs": "pinned gradient slabs",
+    "system.optimizer_overlap": "optimizer overlapped",
+    "recipe.clip_norm": "clip norm",
+    "system.pinned": "host memory pinned",
+    "system.master": "master weights",
+    "system.device_optimizer": "blocks with optimizer state on the device",
+    "system.preset": "switch",
+    "machine.device_bytes": "device memory allowed (GB)",
+    "num_params": "parameters (billions)",
+    "batch_size": "sequences per step",
+    "seq_len": "tokens per sequence",
+    "system": "system",
+    "tokens_per_s": "tokens/s",
+    "tflops_6p": "TFLOPS (6P)",
+}
+"""Config paths and columns in the words of axes and tables."""
+VALUES: dict[str, dict[Any, str]] = {
+    "system.gradient_slabs": {0: "one per block"},
+    "system.device_optimizer": {0: "none", -1: "as many as fit"},
+    "system.optimizer_overlap": {True: "overlapped", False: "in turn"},
+    "recipe.clip_norm": {0: "no clipping", 1: "clipping"},
+    "system.pinned": {"exact": "exact size", "torch": "powers of two", "none": "pageable"},
+    "system.master": {"split": "fp32, split", "fp32": "fp32, apart", "bf16": "bf16 alone"},
+}
+
+
+def family_name(family: str) -> str:
+    """`Twin-Flow`; of a rung of the ladder, the switch it turns: `recompute once`."""
+    if family in SYSTEMS:
+        return SYSTEMS[family][0]
+    return family.removeprefix("megatrain_").lstrip("0123456789_").replace("_", " ") or family
+
+
+def name(line: Any) -> str:
+    """`Twin-Flow, activations kept, compiled`: the family and how it was run."""
+    return ", ".join([family_name(line["family"]), *(MODES.get(word, word) for word in line["mode"].split())])
+
+
+def short_name(line: Any, others: pd.DataFrame) -> str:
+    """The name, less what all rivals in `others` share: their being compiled is said once, in the caption."""
+    rivals = others[~others["family"].str.startswith("megatrain")]
+    words = [set(mode.split()) for mode in rivals["mode"]]
+    shared = set.intersection(*words) if words else set()
+    mode = " ".join(word for word in line["mode"].split() if word not in shared)
+    return name({"family": line["family"], "mode": mode})
+
+
+def color(family: str) -> str:
+    """The family's colour."""
+    return SYSTEMS[family][1] if family in SYSTEMS else "#1f5fa8" if family.startswith("megatrain") else OTHER[0]
+
+
+def marker(family: str) -> str:
+    """The family's marker."""
+    return SYSTEMS[family][2] if family in SYSTEMS else OTHER[1]
+
+
+def setting(path: str) -> str:
+    """A config path in words."""
+    return SETTINGS.get(path, path.rpartition(".")[2].replace("_", " "))
+
+
+def value(path: str, given: Any) -> str:
+    """A value in words: `24` GB of bytes, `32K` tokens, `on` for true."""
+    if path == "machine.device_bytes":
+        return "all" if given is None or pd.isna(given) else f"{given / 1e9:.0f}"
+    if path == "num_params":
+        return f"{given / 1e9:.1f}B" if given >= 1e8 else f"{given / 1e6:.1f}M"
+    if path == "seq_len" and given >= 1024 and given % 1024 == 0:
+        return f"{given // 1024}K"
+    if given in VALUES.get(path, {}):
+        return VALUES[path][given]
+    if isinstance(given, bool):
+        return "on" if given else "off"
+    if isinstance(given, float) and given.is_integer():
+        given = int(given)
+    return str(given)
+
+
+def machine(details: dict[str, Any]) -> str:
+    """`one H200, 64 cores, 550 GB of host memory`: decimal GB, as everywhere."""
+    gpu = str(details.get("gpu") or "no GPU").split()[-1]
+    host = details.get("host_bytes")
+    parts = [f"one {gpu}", f"{details.get('num_cores')} cores", f"{host / 1e9:.0f} GB of host memory" if host else ""]
+    return ", ".join(filter(None, parts))

@@ -1,0 +1,127 @@
+"""The frame -> one line a configuration and run, with its speed and interval; ratios of two lines with Welch's interval.
+
+Samples are the windows of a cell that was measured once, and the repeats of one that was measured several times, for the windows of
+one process share whatever it met. Everything is on the logarithm, so that a ratio's interval is as simple as a speed's. The
+standard error over repeats is that of the hierarchical bootstrap in closed form (Davison & Hinkley 1997, section 3.8).
+
+Invariant: fewer than three samples give no interval rather than a narrow one, and no ratio spans two runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+LEVEL = 0.95
+MIN_SAMPLES = 3
+LINE = ["study", "run", "configuration", "family", "mode"]
+"""What the repeats of one measurement share."""
+FIRST = ("machine", "boot", "system", "preset", "model", "num_params", "batch_size", "seq_len", "status", "reason", "caveat",
+         "config", "plan", "losses", "final_loss", "heldout_loss", "started_at", "git_commit", "versions",
+         "machine_details", "dtypes", "host_split", "window_counters", "counters", "cell_s", "superseded", "fallback")  # fmt: skip
+LARGEST = ("device_gb", "host_gb", "max_loss_difference")
+MEAN = ("tflops_6p", "tflops_6p_causal", "tflops_paper", "mfu")
+
+
+def lines(frame: pd.DataFrame) -> pd.DataFrame:
+    """One line a configuration and run: tokens_per_s with lo, hi, error (of its logarithm), degrees and num_samples."""
+    return pd.DataFrame([_line(key, part) for key, part in frame.groupby(LINE, sort=False, dropna=False)])
+
+
+def _line(key: Any, repeats: pd.DataFrame) -> dict[str, Any]:
+    measured = repeats[(repeats["status"] == "ok") & repeats["tokens_per_s"].notna()]
+    told = measured if len(measured) else repeats.tail(1)
+    first = told.iloc[0]
+    known = [name for name in FIRST if name in first]
+    line = dict(zip(LINE, key, strict=True)) | {name: first[name] for name in known}
+    line |= {name: told[name].max() for name in LARGEST} | {name: _mean(told[name]) for name in MEAN}
+    line |= speed(list(measured["tokens_per_s"]), list(measured["step_s"]))
+    agreeing = [bool(value) for value in told["agrees"] if value is not None and not pd.isna(value)]
+    return line | {
+        "agrees": all(agreeing) if agreeing else None,
+        "num_repeats": len(measured),
+        "num_failed": len(repeats) - len(measured),
+        "step_s": [second for windows in told["step_s"] for second in windows],
+        "windows": list(measured["step_s"]),
+    }
+
+
+def _mean(numbers: pd.Series) -> float | None:
+    """Of repeats of equal work, the harmonic mean: all work over all seconds."""
+    known = [float(value) for value in numbers.dropna()]
+    return float(stats.hmean(known)) if known else None
+
+
+def speed(tokens_per_s: list[float], windows: list[list[float]]) -> dict[str, Any]:
+    """Tokens/s of one configuration from those of its repeats and the seconds a step of their windows, with its interval."""
+    if not tokens_per_s:
+        return estimate(None, None, 0, 0)
+    value = float(stats.hmean(tokens_per_s))
+    samples = len(windows) if len(windows) > 1 else len(windows[0])
+    if samples < MIN_SAMPLES:
+        return estimate(value, None, 0, samples)
+    logs = [np.log(seconds) for seconds in windows]
+    if len(logs) == 1:
+        error = float(stats.sem(logs[0]))
+    else:
+        error = _over_repeats([one.mean() for one in logs], [one.var() / len(one) for one in logs])
+    return estimate(value, error, samples - 1, samples)
+
+
+def _over_repeats(means: list[float], squared_errors: list[float]) -> float:
+    """Standard error of the mean over repeats: their spread and, on the safe side, that of their windows, in one."""
+    return float(np.sqrt((np.var(means) + np.mean(squared_errors)) / (len(means) - 1)))
+
+
+def estimate(value: float | None, error: float | None, degrees: int, samples: int) -> dict[str, Any]:
+    """A value with its 95% t interval; lo and hi are None without an error."""
+    found = {"tokens_per_s": value, "lo": None, "hi": None, "error": error, "degrees": degrees, "num_samples": samples}
+    if value is None or error is None:
+        return found
+    factor = float(np.exp(stats.t.ppf((1 + LEVEL) / 2, degrees) * error))
+    return found | {"lo": value / factor, "hi": value * factor}
+
+
+def ratio(first: Any, base: Any) -> dict[str, Any]:
+    """How many times as fast the first line is as `base`: value, lo, hi (Welch's), num_samples."""
+    value, samples = first["tokens_per_s"] / base["tokens_per_s"], min(first["num_samples"], base["num_samples"])
+    lo = hi = None
+    errors = first["error"], base["error"]
+    if not (pd.isna(errors[0]) or pd.isna(errors[1])):
+        squared = errors[0] ** 2, errors[1] ** 2
+        spread = squared[0] ** 2 / first["degrees"] + squared[1] ** 2 / base["degrees"]
+        degrees = max(1, int(sum(squared) ** 2 / spread)) if spread > 0 else 1
+        found = estimate(value, float(np.sqrt(sum(squared))), degrees, samples)
+        lo, hi = found["lo"], found["hi"]
+    return {"value": value, "lo": lo, "hi": hi, "num_samples": samples}
+
+
+def paired(first: Any, base: Any) -> dict[str, Any]:
+    """`ratio` of two lines whose repeats were measured in turns: what a round met, it did to both."""
+    rounds = list(zip(first["windows"], base["windows"], strict=False))
+    if len(rounds) < MIN_SAMPLES:
+        return ratio(first, base)
+    logs = [(np.log(one), np.log(other)) for one, other in rounds]
+    gaps = [float(one.mean() - other.mean()) for one, other in logs]
+    error = _over_repeats(gaps, [float(one.var() / len(one) + other.var() / len(other)) for one, other in logs])
+    found = estimate(first["tokens_per_s"] / base["tokens_per_s"], error, len(rounds) - 1, len(rounds))
+    return {"value": found["tokens_per_s"], "lo": found["lo"], "hi": found["hi"], "num_samples": len(rounds)}
+
+
+def comparable(found: pd.DataFrame) -> pd.Series:
+    """Whether a line's speed may be held against others': measured, its system's own, and its losses not known to differ."""
+    differs = found["agrees"].eq(False) & found["system"].ne("in_memory")
+    return found["tokens_per_s"].notna() & ~differs & ~found["fallback"]
+
+
+def fastest(found: pd.DataFrame) -> Any:
+    """The line with the highest speed."""
+    return found.sort_values("tokens_per_s", kind="stable").iloc[-1]
+
+
+def slowest(found: pd.DataFrame) -> Any:
+    """The line with the lowest speed."""
+    return found.sort_values("tokens_per_s", kind="stable").iloc[0]

@@ -1,0 +1,75 @@
+"""Figures: every one is drawn from the record, the same bytes twice, and says its finding and units."""
+
+import io
+import itertools
+
+import matplotlib as mpl
+import pytest
+from matplotlib import image
+from matplotlib import style as plot_style
+from matplotlib.text import Text
+
+from analysis import figures, record, studies, timeline
+from analysis.figures import rivals, step, style
+
+LINES = record.lines()
+DRAWN = dict(figures.all_figures(LINES, record.RESULTS))
+
+
+def test_each_study_and_the_whole_record_have_their_picture() -> None:
+    shown = {study.name for study in studies.all_studies() if study.figure != "none"}
+    assert set(DRAWN) == shown | {"rivals", "pareto", "memory", "paper", "timeline"}
+    assert {path.stem for path in (record.RESULTS / "figures").glob("*.png")} == set(DRAWN)
+
+
+@pytest.mark.parametrize("name", ["vs_zero3_14b", "double_buffering", "ladder", "rivals"])
+def test_a_picture_is_the_same_bytes_whenever_it_is_drawn(name: str) -> None:
+    first = style.drawn(DRAWN[name])
+    assert first == style.drawn(DRAWN[name])
+    assert image.imread(io.BytesIO(first)).shape[1] <= 200 * style.PAGE_IN + 1
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_no_words_overlap_or_leave_the_page(name: str) -> None:
+    with mpl.rc_context(), plot_style.context(style.LOOK):
+        figure = DRAWN[name]()
+        figure.draw_without_rendering()
+    unseen = {
+        id(tick.label1)
+        for axes in figure.axes
+        for axis in (axes.xaxis, axes.yaxis)
+        for tick in axis.get_major_ticks()
+        if not min(axis.get_view_interval()) <= tick.get_loc() <= max(axis.get_view_interval())
+    }
+    words = [one for one in figure.findobj(Text) if one.get_visible() and one.get_text().strip() and id(one) not in unseen]
+    boxes = [(one.get_text(), one.get_window_extent()) for one in words]
+    page = figure.bbox
+    for text, box in boxes:
+        assert box.x0 >= page.x0 - 3, text
+        assert box.x1 <= page.x1 + 3, text
+    for (one, a), (other, b) in itertools.combinations(boxes, 2):
+        width, height = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
+        assert width < 2 or height < 2, (one, other)
+
+
+def test_the_forest_has_a_mark_for_each_run_that_measured_both() -> None:
+    told = rivals.ratios(LINES)
+    mine = told[(told["model"] == "qwen2.5-7b") & (told["family"] == "zero3_twinflow")]
+    assert len(mine) == 3
+    assert (mine["value"] > 1.5).all()
+
+
+def test_a_recorded_step_is_read_and_hidden_shares_follow_from_its_intervals(tmp_path) -> None:
+    steps = timeline.load(record.RESULTS / "timelines" / "fast.timeline.json")
+    assert [one.predicted for one in steps] == [False, True]
+    fast = steps[0]
+    assert fast.busy_s("compute") == pytest.approx(2.33, abs=0.01)
+    assert fast.hidden_share("cpu") == pytest.approx(0.79, abs=0.01)
+    assert fast.hidden_share("compute") is None
+    style.drawn(lambda: step.draw(steps, "fast"))
+    for content in ("", "[]", '{"measured": {"step_s": 1, "intervals": [["a", "b", 0, 2]]}}'):
+        bad = tmp_path / "bad.timeline.json"
+        bad.write_text(content)
+        with pytest.raises(ValueError, match="not a timeline") as caught:
+            timeline.load(bad)
+        assert str(bad) in str(caught.value)

@@ -1,0 +1,81 @@
+"""Pages: what is committed is what the rows give, and prose types no number that a row could change."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from analysis import numbers, pages, record, studies
+from tests.analysis.test_record import BOOT, OTHER, measured
+from tests.made_rows import save
+
+TYPED = re.compile(r"\d\.\d+ ?x\b|\d{1,3},\d{3} tokens/s|\d+(\.\d+)?%|\d+ tokens/s|[+−]\d+\.\d")
+"""Ratios, speeds and percentages."""
+CLAIM = "1.84x"
+"""The paper's number, which no row of ours can change."""
+LINES = record.lines()
+
+
+def test_committed_pages_are_what_the_rows_give() -> None:
+    for path, text in pages.pages(LINES):
+        assert path.read_text() == text, f"{path.name} is stale: make docs"
+    for name in pages.FILLED:
+        text = (pages.ROOT / name).read_text()
+        assert pages.filled(text, LINES) == text, f"{name} is stale: make docs"
+
+
+def test_deleting_the_pages_and_running_again_restores_them(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    shutil.copytree(record.RESULTS, results)
+    before = {path: path.read_bytes() for path in results.rglob("README.md")}
+    for path in before:
+        path.unlink()
+    assert set(pages.refresh(results, tmp_path)) == set(before)
+    assert {path: path.read_bytes() for path in before} == before
+    assert pages.refresh(results, tmp_path) == []
+
+
+@pytest.mark.parametrize("name", pages.FILLED)
+def test_prose_types_no_measured_number(name: str) -> None:
+    text = pages.TABLE.sub("", numbers.plain((pages.ROOT / name).read_text()))
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL).replace(CLAIM, "")
+    assert TYPED.findall(prose) == []
+
+
+def test_every_study_has_a_page_with_question_answer_table_and_origin() -> None:
+    for study in studies.all_studies():
+        text = (record.RESULTS / study.name / "README.md").read_text()
+        assert text.startswith(f"# {study.title}\n\n{study.question}\n\n")
+        assert "| --- " not in text.split("## ")[0]
+        assert "## Measure it again" in text
+        assert "## Where the rows come from" in text
+        for run in study.superseded:
+            assert (record.RESULTS / study.name / f"{run}.jsonl").exists(), run
+
+
+def test_rows_of_a_second_machine_join_the_page_and_no_ratio_spans_the_two(tmp_path: Path) -> None:
+    rows = [measured("zero3"), measured("megatrain"), measured("megatrain", machine=OTHER)]
+    record.add([save(tmp_path / "rows.jsonl", rows)], tmp_path / "results")
+    pages.refresh(tmp_path / "results", tmp_path)
+    text = (tmp_path / "results" / "mine" / "README.md").read_text()
+    first, second = text.split("\n## ")[1:3]
+    assert "0123abcd" in first
+    assert "1.00x" in first
+    assert "deadbeef" in second
+    assert "x |" not in second
+
+
+@pytest.mark.parametrize("marker", ["ratio:nowhere/fast/zero3", "speed:vs_zero3_14b/echo", "bogus:vs_zero3_14b/fast"])
+def test_a_marker_that_names_nothing_is_one_line(marker: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{{{marker}}}")) as caught:
+        numbers.fill(f"<!--{{{marker}}}-->1<!--/-->", LINES)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_number_says_what_it_should() -> None:
+    assert numbers.number("ratio", "vs_zero3_14b/fast/zero3", LINES) == "1.75x"
+    assert numbers.number("interval", "vs_zero3_14b/fast/zero3", LINES) == "1.59–1.93"
+    assert numbers.number("spread", "vs_zero3_7b/fast/twinflow", LINES) == "1.55x to 1.61x"
+    assert numbers.number("name", "vs_zero3_7b/rival", LINES) == "Twin-Flow, compiled"
+    assert BOOT["boot"] not in numbers.number("machine", "vs_zero3_14b/fast", LINES)

@@ -1,0 +1,96 @@
+"""Filing rows: names, bytes, what is there already, and what is refused."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from analysis import record
+from sweeps.result import Row
+from tests.made_rows import CPU, H200, curve, row, save
+
+BOOT, OTHER = {**H200, "boot": "0123abcd", "device_bytes": 10**11}, {**H200, "boot": "deadbeef", "device_bytes": 10**11}
+
+
+def measured(system: str, *, machine: dict = BOOT, experiment: str = "mine", started: str = "08:00:00", **fields) -> Row:
+    config = {
+        "experiment": experiment,
+        "system": {"name": system, "dtype": "bfloat16"},
+        "measure": {"repeat": 1},
+        "machine": {"device": "cuda"},
+    }
+    return row(
+        system,
+        [1.0, 1.1, 1.05],
+        experiment=experiment,
+        machine=machine,
+        started_at=f"2026-11-21T{started}Z",
+        losses=curve(3),
+        **{"config": config, **fields},
+    )
+
+
+def test_rows_are_filed_by_study_date_machine_and_boot_byte_for_byte(tmp_path: Path) -> None:
+    source = save(tmp_path / "out" / "rows.jsonl", [measured("zero3"), measured("megatrain", machine=OTHER)])
+    results = tmp_path / "results"
+    told = record.add([source], results)
+    assert told == ["mine/2026-11-21_h200-16c_0123abcd: 1 rows filed", "mine/2026-11-21_h200-16c_deadbeef: 1 rows filed"]
+    files = sorted((results / "mine").glob("*.jsonl"))
+    assert b"".join(path.read_bytes() for path in files) == source.read_bytes()
+    kinds = yaml.safe_load((results / "machines.yaml").read_text())["kinds"]
+    assert list(kinds["h200-16c"]["runs"]) == ["2026-11-21_h200-16c_0123abcd", "2026-11-21_h200-16c_deadbeef"]
+
+
+def test_a_later_row_of_the_run_joins_its_file_and_a_known_one_does_not(tmp_path: Path) -> None:
+    results, source = tmp_path / "results", tmp_path / "out" / "rows.jsonl"
+    record.add([save(source, [measured("zero3")])], results)
+    told = record.add([save(source, [measured("zero3"), measured("megatrain", started="09:00:00")])], results)
+    assert told == ["mine/2026-11-21_h200-16c_0123abcd: 1 rows filed, 1 were there already"]
+    (path,) = (results / "mine").glob("*.jsonl")
+    assert [one["system"] for one in record.lines_of(path)] == ["zero3", "megatrain"]
+
+
+def test_a_row_that_another_study_measured_is_filed_once_and_shared(tmp_path: Path) -> None:
+    results, original = tmp_path / "results", measured("zero3", experiment="first")
+    copy = dataclasses.replace(original, experiment="second")
+    source = save(tmp_path / "rows.jsonl", [original, copy, measured("megatrain", experiment="second")])
+    record.add([source], results)
+    assert len(list(results.rglob("*.jsonl"))) == 2
+    found = record.load(results)
+    assert sorted(zip(found["study"], found["system"], strict=True)) == [
+        ("first", "zero3"),
+        ("second", "megatrain"),
+        ("second", "zero3"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("bad", "told"),
+    [
+        (measured("zero3", machine=CPU), "measured without a GPU"),
+        (measured("zero3", git_commit=None), "without commit or time"),
+    ],
+)
+def test_what_may_not_be_filed_is_one_line_and_leaves_nothing(tmp_path: Path, bad: Row, told: str) -> None:
+    source = save(tmp_path / "rows.jsonl", [measured("megatrain"), bad])
+    with pytest.raises(ValueError, match=told) as caught:
+        record.add([source], tmp_path / "results")
+    assert str(source) in str(caught.value)
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    source = save(tmp_path / "rows.jsonl", [measured("zero3")])
+    with source.open("a") as file:
+        file.write(measured("megatrain").to_json()[:50])
+    record.add([source], tmp_path / "results")
+    (path,) = (tmp_path / "results" / "mine").glob("*.jsonl")
+    assert [json.loads(line)["system"] for line in path.read_text().splitlines()] == ["zero3"]
+
+
+def test_the_record_is_small() -> None:
+    files = [path for path in record.RESULTS.rglob("*") if path.is_file()]
+    assert len(files) <= 100
+    assert sum(path.stat().st_size for path in files) <= 4 << 20

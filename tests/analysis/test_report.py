@@ -1,0 +1,113 @@
+"""The command line: a report of any rows, and bad input in one line."""
+
+from pathlib import Path
+
+import pytest
+
+from analysis import __main__ as command
+from analysis import report, rows
+from tests.made_rows import CPU, row, save
+from tests.unit.study_rows import batch_rows, config, factor_rows, grid_rows, ladder_rows, size_rows
+
+
+def run(capsys, *arguments: object) -> tuple[int, str, str]:
+    code = command.main([str(one) for one in arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_a_comparison_has_a_table_an_answer_and_a_picture(tmp_path: Path, capsys) -> None:
+    given = [row("in_memory", [1.0] * 3), row("zero3", [3.0] * 3, agrees=True), row("megatrain", [1.5, 1.51, 1.49], agrees=True)]
+    path = save(
+        tmp_path / "rows.jsonl",
+        [
+            *given,
+            row("fsdp2", status="oom_device", reason="141 GB"),
+            row("zenflow", [1.0] * 3, agrees=False, max_loss_difference=0.5),
+        ],
+    )
+    code, out, _ = run(capsys, "report", path)
+    assert code == 0
+    assert "MegaTrain is 2.00x" in out.replace("\n", " ")
+    assert "out of device memory: 141 GB." in out
+    assert "its losses differ" in out
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
+    page = (tmp_path / "report.md").read_text()
+    order = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")][1:]
+    assert order == ["in memory", "MegaTrain", "ZeRO-3", "ZenFlow", "FSDP2"]
+
+
+@pytest.mark.parametrize(
+    ("given", "x", "hue", "figure"),
+    [
+        (grid_rows(), "system.depth", "system.streams", "lines"),
+        (ladder_rows(), "system.preset", None, "bars"),
+        (factor_rows(), "system.optimizer_overlap", "recipe.clip_norm", "bars"),
+        (size_rows(), "num_params", "system", "lines"),
+        (batch_rows(), "batch_size", "system", "lines"),
+    ],
+)
+def test_what_varies_is_drawn(given, x, hue, figure, tmp_path: Path, capsys) -> None:
+    save(tmp_path / "rows.jsonl", given)
+    (section,) = report.sections(rows.frame(tmp_path))
+    assert (section.study.x, section.study.hue, section.study.figure) == (x, hue, figure)
+    assert run(capsys, "report", tmp_path)[0] == 0
+    assert (tmp_path / "report.png").exists()
+
+
+def test_streams_and_batch_are_one_figure_of_two_axes(tmp_path: Path) -> None:
+    """Shapes that differ beside a setting are an axis like any other."""
+    given = [
+        row(
+            "megatrain",
+            [1.0 + streams / 10 + batch / 100] * 3,
+            batch_size=batch,
+            cell=f"{streams}{batch}",
+            experiment="mine",
+            config=config(streams=streams) | {"shape": {"batch_size": batch}},
+        )
+        for streams in (1, 2, 3)
+        for batch in (4, 8, 16)
+    ]
+    (section,) = report.sections(rows.from_rows(given))
+    assert (section.study.x, section.study.hue) == ("system.streams", "batch_size")
+    (turned,) = report.sections(rows.from_rows(given), x="batch_size", hue="system.streams")
+    assert (turned.study.x, turned.study.hue) == ("batch_size", "system.streams")
+
+
+def test_a_cpu_s_speeds_say_what_they_prove(tmp_path: Path, capsys) -> None:
+    path = save(tmp_path / "rows.jsonl", [row("zero3", [1.0] * 3, machine=CPU)])
+    assert report.CPU_NOTE in run(capsys, "report", path)[1].replace("\n", " ")
+
+
+def test_a_report_removes_the_pictures_of_the_one_before(tmp_path: Path, capsys) -> None:
+    two = [row("zero3", [1.0] * 3), row("zero3", [1.0] * 3, model="other", cell="b", num_params=10**9)]
+    path = save(tmp_path / "rows.jsonl", two)
+    run(capsys, "report", path, "--x", "num_params")
+    save(path, [row("zero3", [1.0] * 3), row("fsdp2", [1.0] * 3)])
+    run(capsys, "report", path)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["report.md", "report.pdf", "report.png", "report.tex", "rows.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["report", "nowhere"], "nowhere: no such file or folder"),
+        (["report", "EMPTY"], "no *.jsonl and no W&B run in this folder"),
+        (["report", "ROWS", "--x", "system.bogus"], "--x: got 'system.bogus', allowed"),
+        (["add", "ROWS"], "rows measured without a GPU"),
+        (["docs", "--results", "EMPTY"], "no *.jsonl"),
+        (["figures", "--results", "EMPTY"], "no *.jsonl"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], told: str, tmp_path: Path, capsys) -> None:
+    (tmp_path / "empty").mkdir()
+    given = [row("megatrain", [1.0] * 3, machine=CPU, config=config(depth=depth), cell=str(depth)) for depth in (1, 2)]
+    save(tmp_path / "some" / "rows.jsonl", given)
+    places = {"EMPTY": tmp_path / "empty", "ROWS": tmp_path / "some"}
+    code, _, err = run(capsys, *[places.get(one, one) for one in arguments])
+    assert code == 2
+    assert told in err
+    assert err.count("\n") == 1
+    assert list((tmp_path / "empty").iterdir()) == []
