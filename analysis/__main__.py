@@ -1,7 +1,7 @@
 """Rows to tables, figures and pages.
 
 python -m analysis report PATH... [--x system.depth --hue system.streams]     # of any rows: table, answer, figure
-python -m analysis figures [--format pdf --out DIR]                           # the record's pictures; pdf and tables for a paper
+python -m analysis figures [--format pdf --out DIR]                           # the record's pictures; pdf with LaTeX
 python -m analysis docs                                                       # the record's pages, numbers in README
 python -m analysis add PATH...                                                # file measured rows into the record
 """

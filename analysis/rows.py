@@ -15,9 +15,9 @@ from typing import Any
 import pandas as pd
 
 from analysis import runs
-from analysis.runs import Tagged
 from sweeps.identity import FALLBACK, configuration, effective, file_id, flat
 from sweeps.result import Row, compared, host_split, is_compiled, read_rows
+from sweeps.runfile import Tagged
 
 GB = 1e9
 RUN = r"\d{4}-\d\d-\d\d_[a-z0-9-]+_\w+"
@@ -56,7 +56,7 @@ def every_row(*sources: Path | str) -> pd.DataFrame:
 
 def _framed(tagged: list[Tagged]) -> pd.DataFrame:
     found = pd.DataFrame([_record(item) for item in _compared(tagged)])
-    found = found.astype({name: "float64" for name in NUMBERS})
+    found = found.astype(dict.fromkeys(NUMBERS, "float64"))
     found["run"] = _run_names(found)
     found["num_params"] = found.groupby("model_key")["num_params"].transform("first")
     return found

@@ -24,7 +24,7 @@ from engine.schedule import Op
 
 LAYER_EFFICIENCY = 0.88
 """Rate of a decoder layer's products over that of one large matrix product: fitted, as LAYER_BANDWIDTH, to 65 rows of 0.5B to
-7B, H200 (docs/log.md)."""
+7B, H200."""
 ATTENTION_EFFICIENCY = 0.68
 """The same of causal attention in a fused kernel, 7B: 0.68 at 128K tokens, 0.67 at 256K and 512K, 0.74 at 64K (log.md, 47, 68)."""
 LAYER_BANDWIDTH = 0.75

@@ -224,7 +224,7 @@ class MegaTrain:
         """
         _, executor, _ = self._ready()
         self._check_batch(batch)
-        with torch.autograd.set_multithreading_enabled(False):  # autograd's own thread keeps gradients longer: docs/log.md, 71
+        with torch.autograd.set_multithreading_enabled(False):  # autograd's own thread keeps gradients longer
             loss = executor.run(batch, self._next_step)
         self._next_step += 1
         return loss

@@ -24,7 +24,7 @@ EQUAL = 1e-3
 """Share of a step by which two placements may differ and still count as equally fast."""
 RESIDENT = 0.02
 """Share of a step to give for leaving no block on the host: no update is pending at a step's end (14% of a window of two at 3B, by
-the model), none depends on what else the CPU does, and host memory is free (docs/log.md, 74)."""
+the model), none depends on what else the CPU does, and host memory is free."""
 
 
 def checkpoint_interval(pipeline: Pipeline, *, fits: Callable[[Pipeline], bool], device_bytes: Callable[[Pipeline], int]) -> int:

@@ -89,7 +89,7 @@ def layer_activation_bytes(
     keys, values and output; the MLP gate, activation, up and product; the backward two MLP-wide temporaries. Compiled
     (template.py): gate and up, queries, keys, values, attention's output and what is added to the residual; the
     backward rebuilds the rest, four MLP-wide temporaries. Within 1% of the allocator's peaks with layers of the 3B, 7B
-    and 14B shapes at 32,768 tokens (docs/log.md).
+    and 14B shapes at 32,768 tokens.
 
     mlp_chunk: tokens that the MLP takes at a time (chunked.py), 0 all. Where it is fewer the layer is eager but for the MLP, of
     which nothing is kept. Its backward holds a chunk's MLP-wide values, its input's gradient and fp32 sums of its weights'; that

@@ -33,7 +33,7 @@ def cell_variables(omp_num_threads: int = 0, huge_pages: bool = False) -> dict[s
     """Environment of every cell, unless the user's own says otherwise; OMP_NUM_THREADS and huge pages where they are asked for.
 
     Kernels compiled by one cell serve the next; and device memory grows in place, or the holes between blocks of unlike
-    sizes cost up to 12 GB of an H200 (docs/log.md).
+    sizes cost up to 12 GB of an H200.
     """
     ours = {"TORCHINDUCTOR_CACHE_DIR": str(cache_directory() / "inductor"), "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     if "PYTORCH_CUDA_ALLOC_CONF" in os.environ:  # the older name of the same

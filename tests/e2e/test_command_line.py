@@ -125,7 +125,7 @@ def test_many_cells_are_refused_at_once() -> None:
 
 
 def test_reading_runs_leaves_no_log(tmp_path: Path) -> None:
-    from analysis import runs
+    from sweeps import runfile
 
     (tmp_path / "tmp").mkdir()
     broken = tmp_path / "run-x.wandb"
@@ -134,5 +134,5 @@ def test_reading_runs_leaves_no_log(tmp_path: Path) -> None:
     environment = os.environ | {"TMPDIR": str(tmp_path / "tmp")}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert runs.AGAIN.encode() in done.stdout
+    assert runfile.AGAIN.encode() in done.stdout
     assert list((tmp_path / "tmp").iterdir()) == []
