@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install bench test quick check figures docs ceilings clean
+.PHONY: help install bench headline ablation test quick check figures docs ceilings clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,9 +21,22 @@ install: $(INSTALLED) ## make .venv with everything in it
 bench: $(INSTALLED) ## train one model under four systems; table and figure at the end
 	$(BIN)/python -m sweeps.run +experiment=quickstart
 
+# Without a GPU most rivals cannot run, and compiling takes longer than all else. Exit code 75: the time limit came first, and the
+# same command goes on.
+ON_CPU = $(shell command -v nvidia-smi >/dev/null || echo "system=in_memory,zero3,fsdp2,megatrain measure.repeated=[zero3,megatrain]")
+headline: $(INSTALLED) ## the comparison with ZeRO-3, at the largest size this machine has room for
+	$(BIN)/python -m sweeps.run +experiment=headline $(ON_CPU) || test $$? = 75
+
+ablation: $(INSTALLED) ## one study: make ablation NAME=double_buffering (see conf/ablation)
+	@test -f conf/ablation/$(NAME).yaml || { echo "NAME: got '$(NAME)', allowed $$(ls conf/ablation | sed 's/.yaml//' | paste -sd' '); give one" >&2; exit 2; }
+	$(BIN)/python -m sweeps.run +ablation=$(NAME) time_limit_s=21600 $(SET) || test $$? = 75
+
 # Two processes of one thread each. A file stays in one of them, for its shared fixtures; e2e and parity, the longest, come first.
 test: $(INSTALLED) ## every test that needs no GPU
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
+
+quick: $(INSTALLED) ## the quick tests: those of rows, figures, pages, configuration and schedule
+	$(BIN)/python -m pytest -q -m "not gpu and not slow" -n 2 --dist loadfile tests/analysis tests/unit/test_house.py tests/unit/test_schedule.py tests/unit/test_sweeps_config.py tests/unit/test_optimizer.py
 
 check: $(INSTALLED) ## lint, format and types
 	$(BIN)/ruff check .

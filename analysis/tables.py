@@ -13,6 +13,7 @@ import pandas as pd
 
 from analysis import names, numbers, rows, speeds, studies
 from analysis.studies import Study
+from sweeps.result import STAND_IN
 
 NONE = "—"
 REFUSAL = re.compile(r"needs ([\d,]+) bytes of (\w+) memory, .*?([\d,]+)")
@@ -83,7 +84,7 @@ def _over(line: pd.Series, base: pd.Series | None, title: str) -> dict[str, str]
 def _memory(line: pd.Series) -> dict[str, str]:
     measured = not pd.isna(line["tokens_per_s"])
     shown = {"device GB": line["device_gb"], "host GB": line["host_gb"]}
-    return {name: f"{value:.0f}" if measured and not pd.isna(value) else NONE for name, value in shown.items()}
+    return {name: (f"{value:.0f}" if value >= 10 else f"{value:.1f}") if measured and not pd.isna(value) else NONE for name, value in shown.items()}
 
 
 def losses(line: pd.Series) -> str:
@@ -91,7 +92,7 @@ def losses(line: pd.Series) -> str:
     gap = line["max_loss_difference"]
     if pd.isna(line["tokens_per_s"]) or line["agrees"] is None:
         return NONE if pd.isna(line["tokens_per_s"]) else "not compared"
-    if gap == 0.0:
+    if gap == 0.0 and line["family"] in (numbers.REFERENCE, STAND_IN):
         return "reference"
     word = "same" if line["agrees"] else "differ"
     return word if pd.isna(gap) else f"{word} ({gap:.0e})"
