@@ -123,5 +123,9 @@ def value(path: str, given: Any) -> str:
 def machine(details: dict[str, Any]) -> str:
     """`one H200, 64 cores, 550 GB of host memory`: decimal GB, as everywhere."""
     gpu, host = details.get("gpu"), details.get("host_bytes")
-    parts = [f"one {str(gpu).split()[-1]}" if gpu else "no GPU", f"{details.get('num_cores')} cores", f"{host / 1e9:.0f} GB of host memory" if host else ""]
+    parts = [
+        f"one {str(gpu).split()[-1]}" if gpu else "no GPU",
+        f"{details.get('num_cores')} cores",
+        f"{host / 1e9:.0f} GB of host memory" if host else "",
+    ]
     return ", ".join(filter(None, parts))

@@ -100,10 +100,14 @@ def _refuse(found: pd.DataFrame) -> None:
     if len(on_cpu):
         source = on_cpu["source"].iloc[0]
         raise ValueError(f"{source}: got rows measured without a GPU, allowed rows of a GPU; CPU speeds say nothing about GPUs")
-    torn = found[found["git_commit"].isna() | (found["started_at"] == "")]
-    if len(torn):
+    commits = found["git_commit"].astype("string")
+    unclean = found[commits.isna() | commits.str.endswith("-dirty").fillna(False) | (found["started_at"] == "")]
+    if len(unclean):
+        got = unclean.iloc[0]
+        commit = "unknown" if pd.isna(got["git_commit"]) else got["git_commit"]
         raise ValueError(
-            f"{torn['source'].iloc[0]}: got a row without commit or time, allowed rows of a clean checkout; measure it again"
+            f"{got['source']}: got a row of commit {commit}, started {got['started_at'] or 'at no time'}, allowed rows of a "
+            "clean checkout; commit, and measure it again"
         )
 
 

@@ -84,7 +84,10 @@ def _over(line: pd.Series, base: pd.Series | None, title: str) -> dict[str, str]
 def _memory(line: pd.Series) -> dict[str, str]:
     measured = not pd.isna(line["tokens_per_s"])
     shown = {"device GB": line["device_gb"], "host GB": line["host_gb"]}
-    return {name: (f"{value:.0f}" if value >= 10 else f"{value:.1f}") if measured and not pd.isna(value) else NONE for name, value in shown.items()}
+    return {
+        name: (f"{value:.0f}" if value >= 10 else f"{value:.1f}") if measured and not pd.isna(value) else NONE
+        for name, value in shown.items()
+    }
 
 
 def losses(line: pd.Series) -> str:

@@ -70,7 +70,8 @@ def test_a_row_that_another_study_measured_is_filed_once_and_shared(tmp_path: Pa
     ("bad", "told"),
     [
         (measured("zero3", machine=CPU), "measured without a GPU"),
-        (measured("zero3", git_commit=None), "without commit or time"),
+        (measured("zero3", git_commit=None), "a row of commit unknown"),
+        (measured("zero3", git_commit="0123456-dirty"), "a row of commit 0123456-dirty"),
     ],
 )
 def test_what_may_not_be_filed_is_one_line_and_leaves_nothing(tmp_path: Path, bad: Row, told: str) -> None:
