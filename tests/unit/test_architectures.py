@@ -1,13 +1,24 @@
 """Any decoder-only transformers model: first-step loss and every gradient equal the plain model's."""
 
 import functools
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from engine import Batch, EngineConfig, MegaTrain, Recipe
 from engine.decoder import Decoder
 from engine.offload import Offloaded
-from tests.models import engine_gradients, make_batch, make_engine, make_model, plain_loss, train
+from tests.models import (
+    engine_gradients,
+    make_batch,
+    make_engine,
+    make_model,
+    plain_loss,
+    train,
+    weights_of,
+)
 
 DEEPSEEK = {
     "n_routed_experts": 4,
@@ -177,6 +188,97 @@ def test_layers_that_differ_in_configuration_have_templates_of_their_own():
     assert [t.module.self_attn.sliding_window for t in templates[:2]] == [5, None]
 
 
+UNLIKE = {
+    "jamba": {
+        "num_hidden_layers": 4,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 4,
+        "expert_layer_offset": 2,
+        "num_experts": 4,
+        "mamba_d_state": 4,
+        "mamba_dt_rank": 4,
+    },
+    "qwen3_moe": {
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "mlp_only_layers": [0, 3],
+    },
+}
+"""Models whose layers have unlike parameters: Mamba, attention, dense MLPs and experts."""
+
+
+@pytest.mark.parametrize("options", [{"depth": 1}, {"gradient_slabs": 2}], ids=str)
+@pytest.mark.parametrize("model_type", UNLIKE)
+def test_unlike_layers_share_slots_and_slabs_and_train_as_the_plain_model(model_type, options):
+    model, recipe = make_model(model_type, **UNLIKE[model_type]), Recipe(lr=1e-3, clip_norm=0.5)
+    batch = make_batch(0, micro_batches=2)
+    engine = make_engine(model, recipe=recipe, batch=batch, poison=True, **options)
+    assert len({layout.numel for layout in engine._planner.layouts[1:-1]}) > 1
+    losses, norms = [], []
+    for step in range(3):
+        losses += train(engine, 1, micro_batches=2, first=step)[0]
+        norms.append(engine._executor.memory.verdict[1].item())
+    expected = plain_training(model, recipe)
+    torch.testing.assert_close((losses, norms), expected, rtol=2e-6, atol=0)
+
+
+def plain_training(model: nn.Module, recipe: Recipe) -> tuple[list[float], list[float]]:
+    """(losses, gradient norms) of three steps of torch's own AdamW."""
+    settings = {"betas": (recipe.beta1, recipe.beta2), "weight_decay": recipe.weight_decay}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, **settings)
+    losses, norms = [], []
+    for step in range(3):
+        loss = plain_loss(model, make_batch(step, micro_batches=2))
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        norms.append(norm.item())
+    return losses, norms
+
+
+def engine_of(model: nn.Module, batch: Batch, **arguments: Any) -> MegaTrain:
+    """An engine over `model` itself, with what was changed in it."""
+    weights, (number, rows, seq_len) = weights_of(model), batch.tokens.shape
+    shape = {"num_micro_batches": number, "micro_batch_size": rows, "seq_len": seq_len}
+    engine = MegaTrain(model, recipe=Recipe(), dtype=torch.float32, **shape, **arguments)
+    engine.setup(weights)
+    return engine
+
+
+def test_layers_whose_buffers_differ_have_templates_of_their_own():
+    """The correction bias of DeepSeek-V3's router is a buffer and decides which expert runs."""
+    model, batch = make_model("deepseek_v3", **EXPERTS), make_batch(1)
+    for index, layer in enumerate(model.model.layers[1:]):
+        layer.mlp.gate.e_score_correction_bias[index] = 1.0
+    expected = plain_loss(model, batch).detach()
+    engine = engine_of(model, batch)
+    assert len(set(engine._decoder.templates)) == 3
+    torch.testing.assert_close(engine.train_step(batch), expected, rtol=1e-6, atol=0)
+
+
+EXPERTS = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 24,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+}
+
+
 def test_layers_of_one_configuration_share_one_template():
     assert len({id(t) for t in make_engine(make_model("qwen2"))._decoder.templates}) == 1
 
@@ -191,23 +293,43 @@ def test_templates_hold_no_weights_and_weights_are_views_of_the_slot():
             assert first <= view.data_ptr() < last
 
 
-def test_a_layer_that_uses_its_index_gets_its_own():
-    """GPT-2 can scale attention by the layer's number: one template, three different results."""
-    settings = ARCHITECTURES["gpt2"][2] | {"scale_attn_by_inverse_layer_idx": True}
-    model = make_model("gpt2", attention="eager", **settings)
-    batch = make_batch(1)
-    engine = make_engine(model, batch=batch)
-    torch.testing.assert_close(engine.train_step(batch), plain_loss(model, batch).detach(), rtol=1e-6, atol=1e-6)
+class TimesIndex(nn.Module):
+    """What a layer of the library may do: read the number of its layer in the forward."""
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * (1 + self.layer_idx)
+
+
+@pytest.mark.parametrize("options", [{}, {"keep_activations": 3}], ids=str)
+def test_a_layer_that_uses_its_index_gets_its_own(options):
+    """One template, three different results."""
+    model, batch = make_model("qwen2"), make_batch(1)
+    for index, layer in enumerate(model.model.layers):
+        layer.input_layernorm = nn.Sequential(layer.input_layernorm, TimesIndex(index))
+    expected = plain_loss(model, batch)
+    expected.backward()
+    references = {name: parameter.grad for name, parameter in model.named_parameters()}
+    engine = engine_of(model, batch, config=EngineConfig(**options))
+    assert len(set(engine._decoder.templates)) == 1
+    torch.testing.assert_close(engine.train_step(batch), expected.detach(), rtol=1e-6, atol=0)
+    for name, found in engine_gradients(engine).items():
+        torch.testing.assert_close(found, references[name], rtol=1e-4, atol=2e-6)
 
 
 def test_padding_reaches_the_layers_as_the_models_own_mask():
-    """A 2-D padding mask must not reach scaled_dot_product_attention as it is."""
+    """A 2-D mask must not reach scaled_dot_product_attention; each micro-batch has its own."""
     model = make_model("qwen2")
-    batch = make_batch(1, rows=3)
+    batch = make_batch(1, micro_batches=2, rows=3)
     mask = torch.ones_like(batch.tokens)
     mask[0, 1, 10:] = 0
     mask[0, 2, :4] = 0
-    padded = type(batch)(tokens=batch.tokens, labels=batch.labels.masked_fill(mask == 0, -100), attention_mask=mask)
+    mask[1, 0, 7:] = 0
+    labels = batch.labels.masked_fill(mask == 0, -100)
+    padded = Batch(tokens=batch.tokens, labels=labels, attention_mask=mask)
     assert padded.num_tokens == int(mask.sum())
     engine = make_engine(model, batch=padded)
     loss = engine.train_step(padded)
@@ -219,18 +341,61 @@ def test_padding_reaches_the_layers_as_the_models_own_mask():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=2e-6)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"attention_dropout": 0.1}, "attention_dropout is 0.1, allowed 0"),
-    ],
-)
-def test_dropout_is_refused_with_one_line(settings, message):
-    with pytest.raises(ValueError, match=message) as caught:
-        make_engine(make_model("qwen2", **settings))
+DROPOUTS = {
+    "attention": ("qwen2", {"attention_dropout": 0.1}),
+    "a module": ("gpt_neox", {"hidden_dropout": 0.1}),
+    "an attribute": ("opt", {"dropout": 0.1, "ffn_dim": 64, "word_embed_proj_dim": 32}),
+}
+
+
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_dropout_is_refused_with_one_line(name):
+    model_type, settings = DROPOUTS[name]
+    with pytest.raises(ValueError, match=r"dropout.* is 0\.1, allowed 0") as caught:
+        make_engine(make_model(model_type, **settings))
     assert "\n" not in str(caught.value)
 
 
 def test_a_model_without_decoder_layers_is_refused():
     with pytest.raises(ValueError, match="no list of decoder layers"):
         Decoder(torch.nn.Linear(2, 2))
+
+
+def test_layers_of_mixed_classes_are_refused():
+    model = make_model("qwen2")
+    model.model.layers[1] = nn.Identity()
+    with pytest.raises(ValueError, match="no list of decoder layers"):
+        Decoder(model)
+
+
+def test_layers_that_share_a_part_are_refused():
+    model = make_model("qwen2")
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    with pytest.raises(ValueError, match="decoder layers share parameters"):
+        Decoder(model)
+
+
+def test_layers_connected_by_more_than_hidden_states_are_refused():
+    """Gemma-4 gives every layer an input of its own, which has parameters of its own."""
+    settings = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96, "head_dim": 8}
+    model = make_model("gemma4_text", global_head_dim=8, num_kv_shared_layers=0, **settings)
+    with pytest.raises(ValueError, match="a second differentiable tensor"):
+        Decoder(model).record(make_batch(0).tokens[0], None)
+
+
+class Shifted(nn.Embedding):
+    """An embedding that adds what another module owns."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + self.owner[0].weight
+
+
+def test_a_parameter_used_before_the_layers_but_registered_after_them_is_refused():
+    model, batch = make_model("qwen2"), make_batch(1)
+    model.shift = nn.LayerNorm(32, bias=False)
+    model.model.embed_tokens.__class__ = Shifted
+    model.model.embed_tokens.owner = (model.shift,)  # a tuple registers nothing
+    engine = engine_of(model, batch)
+    message = r"shift\.weight.* used before the layers but registered after"
+    with pytest.raises((AssertionError, ValueError), match=message):
+        engine.train_step(batch)

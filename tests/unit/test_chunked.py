@@ -144,6 +144,20 @@ class Returns(torch.nn.Module):
         return hidden * self.layer_idx if self.output is None else self.output
 
 
+def test_chunks_are_summed_in_fp32_and_rounded_once():
+    torch.manual_seed(0)
+    template, chunks = with_mlp(torch.nn.Linear(16, 16, bias=False).bfloat16()), 46
+    hidden, grad = torch.randn(2, 1, chunks * 8, 16).bfloat16().unbind()
+    weight = template.mlp.module.weight = torch.nn.Parameter(torch.randn(16, 16).bfloat16())
+    output = template.mlp(hidden)
+    found = torch.autograd.grad(output, weight, grad)[0]
+    total = torch.zeros(16, 16)
+    for start in range(0, chunks * 8, 8):
+        piece, given = (values[:, start : start + 8] for values in (hidden, grad))
+        total += template.mlp.pull([weight.detach()], piece, given)[1][0].float()
+    assert torch.equal(found, total.bfloat16())
+
+
 def test_an_mlp_knows_its_layer():
     template = with_mlp(Returns())
     template._set_index(3)

@@ -143,6 +143,49 @@ def test_adversarial_interleaving_of_lanes_gives_identical_bits(models, clip_nor
     assert_same(train(delayed), expected)
 
 
+LANE_ORDERS = list(itertools.permutations(("compute", "h2d", "d2h", "cpu")))
+
+
+class Starving:
+    """In place of the twin's random choice: the last lanes run only when no other can."""
+
+    def __init__(self, order: Sequence[str]) -> None:
+        self.order = order
+
+    def choice(self, ready: list[str]) -> str:
+        return min(ready, key=self.order.index)
+
+    def randint(self, *_: int) -> int:
+        return 1
+
+
+def test_starved_lanes_give_identical_bits(models, monkeypatch):
+    """A lane that is always last lets the others, late moments too, get as far ahead as may be."""
+    recipe = replace(RECIPE, clip_norm=0.1)  # a scale of its own for every step
+    expected = train(make_engine(models[torch.float32], recipe=recipe))
+    for order in LANE_ORDERS:
+        monkeypatch.setattr("engine.streams.random.Random", lambda _, order=order: Starving(order))
+        lanes = TwinLanes(seed=0)
+        starved = make_engine(models[torch.float32], recipe=recipe, lanes=lanes, poison=True)
+        assert starved.pipeline.two_passes
+        assert_same(train(starved), expected)
+
+
+def test_parameters_and_checkpoints_are_those_after_every_step_given(models, tmp_path):
+    """Neither asks its caller to drain first, and what was handed out does not change any more."""
+    expected = train(make_engine(models[torch.float32]), 3)
+    late = [make_engine(models[torch.float32], lanes=TwinLanes(seed=seed)) for seed in (0, 1)]
+    for engine, step in itertools.product(late, range(3)):
+        engine.train_step(make_batch(step))
+    found = dict(late[0].parameters())
+    train(late[0], 1, first=3)
+    late[1].save(tmp_path / "saved")
+    resumed = make_engine(models[torch.float32])
+    resumed.resume(tmp_path / "saved")
+    assert_same((expected[0], found), expected)
+    assert_same((expected[0], dict(resumed.parameters())), expected)
+
+
 def test_the_adversarial_twin_finds_a_missing_wait(models):
     """Take all waits away from one kind of operation at a time: some interleaving must change the numbers."""
     expected = train(make_engine(models[torch.float32], recipe=RECIPE))
@@ -242,6 +285,65 @@ def test_accumulation_divides_by_all_label_tokens_of_the_step(models):
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
     model.zero_grad()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_is_that_of_all_gradients(models, dtype):
+    batch = make_batch(0, micro_batches=2)
+    engine = make_engine(models[dtype], batch=batch)
+    engine.train_step(batch)
+    engine.drain()
+    squares = sum(g.double().square().sum() for g in engine_gradients(engine).values())
+    found = engine._executor.memory.verdict[1].double()
+    torch.testing.assert_close(found, squares.sqrt(), rtol=1e-5, atol=0)
+
+
+def test_micro_batches_are_summed_in_fp32_and_rounded_once(models):
+    """Eight of equal length: the loss is divided by eight times the tokens, exactly in bf16."""
+    batch = make_batch(0, micro_batches=8)
+    engine = make_engine(models[torch.bfloat16], batch=batch, loss_chunk=1000)
+    engine.train_step(batch)
+    alone: list[dict[str, torch.Tensor]] = []
+    for m in range(8):
+        part = Batch(tokens=batch.tokens[m : m + 1], labels=batch.labels[m : m + 1])
+        single = make_engine(models[torch.bfloat16], batch=part, loss_chunk=1000)
+        single.train_step(part)
+        alone.append(engine_gradients(single))
+    for name, gradient in engine_gradients(engine).items():
+        total = torch.zeros_like(gradient)
+        for one in alone:
+            total += one[name] / 8
+        assert torch.equal(gradient, total.bfloat16().float()), name
+
+
+class Sometimes(torch.nn.Module):
+    """A weight that the output depends on, or not."""
+
+    def __init__(self, used: bool) -> None:
+        super().__init__()
+        self.weight, self.used = torch.nn.Parameter(torch.ones(32)), used
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * self.weight if self.used else hidden
+
+
+def test_a_parameter_that_one_layer_uses_and_the_next_does_not_has_no_gradient_there():
+    """Both pass through one slab."""
+    model = make_model("qwen2", num_hidden_layers=4)
+    for index, layer in enumerate(model.model.layers):
+        layer.input_layernorm = torch.nn.Sequential(layer.input_layernorm, Sometimes(index % 2 > 0))
+    weights = weights_of(model)
+    arguments = {"micro_batch_size": 2, "seq_len": 16, "dtype": torch.float32}
+    engine = MegaTrain(model, recipe=Recipe(), config=EngineConfig(depth=1), **arguments)
+    engine.setup(weights)
+    for step in range(2):
+        engine.train_step(make_batch(step))
+        given = {
+            int(name.split(".")[2]): gradient.any().item()
+            for name, gradient in engine_gradients(engine).items()
+            if name.endswith("input_layernorm.1.weight")
+        }
+        assert given == {0: False, 1: True, 2: False, 3: True}
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])

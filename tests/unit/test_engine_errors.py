@@ -3,6 +3,7 @@
 import math
 import re
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -164,6 +165,50 @@ def test_the_worker_drops_what_follows_an_error_and_goes_on_after_a_loss_that_is
         lanes.drain()
     lanes.close()
     assert ran == (["later"] if times == 1 else [])
+
+
+class Stream:
+    """A CUDA stream that says in `log` what it waits for and who waits for it."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_event(self, event: "Event") -> None:
+        self.log.append(f"{self.name} waits for {event.stream.name}")
+
+    def synchronize(self) -> None:
+        self.log.append(f"host waits for all of {self.name}")
+
+
+class Event:
+    """A CUDA event that says who waits for it."""
+
+    def record(self, stream: Stream) -> None:
+        self.stream = stream
+        stream.log.append(f"{stream.name} records")
+
+    def synchronize(self) -> None:
+        self.stream.log.append(f"host waits for {self.stream.name}")
+
+
+def test_cuda_lanes_wait_for_the_tickets_they_are_given(monkeypatch):
+    """A stream for another's event, the worker too, a stream for the worker, a drain for all."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    lanes, log, go = cpu_lane(monkeypatch), list[str](), threading.Event()
+    lanes._streams = {name: Stream(name, log) for name in ("h2d", "compute")}
+    load = lanes.submit("h2d", lambda: log.append("load"), [], signals=True)
+    forward = lanes.submit("compute", lambda: log.append("forward"), [load], signals=True)
+    update = lanes.submit(CPU, lambda: (go.wait(), log.append("update")), [forward])
+    threading.Timer(0.05, go.set).start()
+    lanes.submit("h2d", lambda: log.append("next load"), [update])
+    lanes.drain()
+    assert log == [
+        *("load", "h2d records", "compute waits for h2d", "forward", "compute records"),
+        *("host waits for compute", "update", "next load"),
+        *("host waits for all of h2d", "host waits for all of compute"),
+    ]
+    lanes.close()
 
 
 def test_close_waits_for_every_stream_and_raises_nothing(monkeypatch):

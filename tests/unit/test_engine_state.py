@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine import EngineConfig, MegaTrain, Recipe
-from tests.models import assert_same, make_batch, make_engine, make_model, train
+from tests.models import assert_same, make_batch, make_engine, make_model, train, weights_of
 
 
 def test_more_kept_and_offloaded_layers_than_there_are_is_one_line(models):
@@ -62,6 +62,52 @@ def test_a_float32_checkpoint_does_not_depend_on_the_master_that_it_has_not(mode
     other = make_engine(models[torch.float32], master="fp32")
     other.resume(tmp_path / "step-2")
     assert_same(train(other, 2, first=2), train(engine, 2, first=2))
+
+
+def test_a_checkpoint_of_another_model_is_one_line_and_changes_nothing(models, tmp_path):
+    """Fewer layers; and parameters of other shapes in blocks of the same names and lengths."""
+    engine = make_engine(models[torch.float32])
+    before = dict(engine.parameters())
+    others = make_engine(make_model("qwen2", num_hidden_layers=4, intermediate_size=63))
+    blocks = [[layout.numel for layout in e._planner.layouts] for e in (engine, others)]
+    assert blocks[0] == blocks[1]
+    for name, other in {"shapes": others, "layers": make_engine(make_model("qwen2"))}.items():
+        other.save(tmp_path / name)
+        with pytest.raises(ValueError, match="has blocks other parameters, allowed what") as caught:
+            engine.resume(tmp_path / name)
+        assert "\n" not in str(caught.value)
+    assert_same(([], dict(engine.parameters())), ([], before))
+
+
+def test_a_checkpoint_takes_its_name_at_once_or_not_at_all(models, tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError("no rename")
+
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, refuse)
+    with pytest.raises(OSError, match="no rename"):
+        make_engine(models[torch.float32]).save(tmp_path / "saved")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parameters_are_the_master_and_not_its_rounded_weight(models):
+    """The first step moves each by the learning rate, a tenth of what bf16 tells apart here."""
+    recipe = Recipe(lr=1e-5, weight_decay=0.0, clip_norm=0.0)
+    engine = make_engine(models[torch.bfloat16], recipe=recipe)
+    before = dict(engine.parameters())
+    engine.train_step(make_batch(0))
+    moved = {name: (value - before[name]).abs() for name, value in engine.parameters()}
+    assert max(value.max() for value in moved.values()) < 1.02e-5
+    assert moved["lm_head.weight"].mean() > 0.98e-5
+
+
+@pytest.mark.parametrize("master", ["split", "fp32"])
+def test_fp32_weights_given_to_a_bf16_engine_are_its_master(master):
+    model = make_model("qwen2")
+    for parameter in model.parameters():
+        parameter.data.mul_(1.001)
+    engine = make_engine(model, dtype=torch.bfloat16, master=master)
+    assert_same(([], dict(engine.parameters())), ([], dict(weights_of(model))))
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])

@@ -51,6 +51,22 @@ def run(
     return [read_master(state.weight, state.extra), state.exp_avg, state.exp_avg_sq, state.weight]
 
 
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", {4: 1.0, 8: 1.0, 11: 1.0, 12: 1.0, 99: 1.0}),
+        ("linear", {4: 1.0, 5: 0.875, 8: 0.5, 11: 0.125, 12: 0.0, 99: 0.0}),
+        ("cosine", {4: 1.0, 6: 0.8535534, 8: 0.5, 10: 0.1464466, 12: 0.0, 99: 0.0}),
+    ],
+)
+def test_learning_rates_are_these(schedule, expected):
+    """Four steps of warm-up, then eight of decay to zero, which stays zero."""
+    recipe = Recipe(lr=3.0, schedule=schedule, warmup_steps=4, total_steps=12)
+    expected = {0: 0.25, 1: 0.5, 2: 0.75, 3: 1.0, **expected}
+    found = {step: recipe.lr_at(step) for step in expected}
+    assert found == pytest.approx({step: 3.0 * share for step, share in expected.items()}, abs=1e-6)
+
+
 @pytest.mark.parametrize("master", ["plain", "split", "fp32", "bf16"])
 @pytest.mark.parametrize(("threads", "numel"), [(1, 10_007), (3, 10_007), (2, 200_001), (4, 63)])
 def test_fallback_and_native_kernel_give_the_same_bits(master, threads, numel):
@@ -129,6 +145,7 @@ def test_clip_scale_is_that_of_torch():
     torch.nn.utils.clip_grad_norm_([gradient], 1.0)
     torch.testing.assert_close(gradient.grad, clipped)
     assert clip_scale(torch.tensor(0.5), 1.0) == 1.0
+    assert clip_scale(torch.tensor(1e-6), 1e-6) == 0.5
     for bad in (torch.inf, torch.nan):
         assert clip_scale(torch.tensor(bad), 1.0).isnan()
 

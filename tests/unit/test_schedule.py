@@ -103,6 +103,17 @@ def test_each_layer_is_loaded_once_each_way_and_stored_once_with_interval_one():
     assert stores == [7, 6, 5, 4, 3, 2, 1, 0]
 
 
+@pytest.mark.parametrize(("depth", "slabs"), [(1, 1), (2, 3), (3, 2)])
+def test_rings_are_used_in_turn(depth, slabs):
+    """Weight slots, device gradient slabs and a pool of host slabs: the next layer's is the next."""
+    ops = build(Pipeline(num_layers=6, depth=depth, gradient_slabs=slabs))
+    loads = [op.slot for op in ops if op.kind == "load" and op.slot >= 0]
+    assert loads == [i % depth for i in range(12)]
+    stores = [op for op in ops if op.kind == "store" and 1 <= op.block <= 6]
+    assert [op.slab for op in stores] == [i % depth for i in range(6)]
+    assert [op.host_slab for op in stores] == [i % slabs for i in range(6)]
+
+
 def test_moments_are_updated_last_block_first_before_their_slabs_are_written_again():
     ops = build(Pipeline(num_layers=4, device_blocks=2, late_moments=True))
     assert [op.block for op in ops if op.kind == "moments"] == [5, 4, 3, 2]

@@ -1,0 +1,82 @@
+"""What a layer's graph holds, moved to the host and back: the same gradients, whatever the saved tensors are views of."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from engine.offload import ALIGNMENT, Offloaded, copy_in_pieces
+
+
+@pytest.fixture(autouse=True)
+def everything_moves(monkeypatch):
+    monkeypatch.setattr("engine.offload.SMALL", 0)
+
+
+Work = Callable[[torch.Tensor], torch.Tensor]
+
+
+def kept_by(work: Work, value: torch.Tensor, room: int = 1 << 20) -> Offloaded:
+    """What the graph of work(value) holds. room: bytes of the host slab."""
+    kept = Offloaded(weights={}, home=torch.zeros(1), shared=set(), capacity=room)
+    with kept.hooks():
+        kept.graphs = [(value, work(value))]
+    return kept
+
+
+def moved_there_and_back(kept: Offloaded) -> torch.Tensor:
+    """The gradient of the graph's input, after the device memory was given up and filled anew."""
+    slab = torch.zeros(kept.num_bytes, dtype=torch.uint8)
+    for source, target in kept.copies(slab):
+        target.copy_(source)
+    kept.drop()
+    kept.stage()
+    for target, source in kept.copies(slab):
+        copy_in_pieces(target, source, 100)
+    ((value, output),) = kept.graphs
+    gradient: torch.Tensor = torch.autograd.grad(output.sum(), value)[0]
+    return gradient
+
+
+WORKS: dict[str, Work] = {
+    "a view and its longer base": lambda x: x.exp()[:2].square().sum() + x.exp().square(),
+    "a base and its shorter view": lambda x: _both(x.exp()),
+    "transposed": lambda x: (x.exp().T @ x.exp()).square(),
+    "every other column": lambda x: x.exp()[:, ::2].square(),
+    "expanded": lambda x: x.exp()[:, :1].expand(-1, 7).square(),
+}
+
+
+def _both(base: torch.Tensor) -> torch.Tensor:
+    return base[:2].square().sum() + base.square()
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_saved_tensors_come_back_as_they_were(name):
+    torch.manual_seed(0)
+    value = torch.randn(6, 8, requires_grad=True)
+    kept = kept_by(WORKS[name], value)
+    assert kept.num_bytes > 0
+    expected = torch.autograd.grad(WORKS[name](value).sum(), value)[0]
+    assert torch.equal(moved_there_and_back(kept), expected)
+
+
+def test_a_saved_tensor_that_the_layer_writes_in_place_is_found():
+    """What leaves for the host would not be what autograd saved."""
+
+    def writes(value: torch.Tensor) -> torch.Tensor:
+        saved = value.exp()
+        saved.add_(1)
+        return saved
+
+    kept = kept_by(writes, torch.randn(6, 8, requires_grad=True))
+    with pytest.raises(AssertionError, match="written in place"):
+        kept.drop()
+
+
+def test_what_has_no_room_stays_and_is_right():
+    value = torch.randn(6, 8, requires_grad=True)
+    expected = torch.autograd.grad(value.exp().sin().exp().sum(), value)[0]
+    kept = kept_by(lambda x: x.exp().sin().exp(), value, room=value.nbytes)
+    assert kept.num_bytes == ALIGNMENT, "the first of two tensors"
+    assert torch.equal(moved_there_and_back(kept), expected)
