@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install bench headline ablation test quick check figures docs ceilings clean
+.PHONY: help install bench headline ablation test quick mutants check figures docs ceilings clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ test: $(INSTALLED) ## every test that needs no GPU
 
 quick: $(INSTALLED) ## the quick tests: those of rows, figures, pages, configuration and schedule
 	$(BIN)/python -m pytest -q -m "not gpu and not slow" -n 2 --dist loadfile tests/analysis tests/unit/test_house.py tests/unit/test_schedule.py tests/unit/test_sweeps_config.py tests/unit/test_optimizer.py
+
+mutants: $(INSTALLED) ## make 150 wrong changes to the engine; each must fail some test (half an hour)
+	$(BIN)/python -m tests.mutants --jobs 2
 
 check: $(INSTALLED) ## lint, format and types
 	$(BIN)/ruff check .

@@ -213,7 +213,7 @@ UNLIKE = {
 
 @pytest.mark.parametrize("options", [{"depth": 1}, {"gradient_slabs": 2}], ids=str)
 @pytest.mark.parametrize("model_type", UNLIKE)
-def test_unlike_layers_share_slots_and_slabs_and_train_as_the_plain_model(model_type, options):
+def test_unlike_layers_train_as_the_plain_model(model_type, options):
     model, recipe = make_model(model_type, **UNLIKE[model_type]), Recipe(lr=1e-3, clip_norm=0.5)
     batch = make_batch(0, micro_batches=2)
     engine = make_engine(model, recipe=recipe, batch=batch, poison=True, **options)
@@ -390,7 +390,7 @@ class Shifted(nn.Embedding):
         return super().forward(tokens) + self.owner[0].weight
 
 
-def test_a_parameter_used_before_the_layers_but_registered_after_them_is_refused():
+def test_a_parameter_used_before_the_layers_and_registered_after_is_refused():
     model, batch = make_model("qwen2"), make_batch(1)
     model.shift = nn.LayerNorm(32, bias=False)
     model.model.embed_tokens.__class__ = Shifted

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine import EngineConfig, layer_activation_bytes
+from engine.chunked import is_only_added
 from engine.decoder import Call
 from engine.streams import TwinLanes
 from engine.template import Template
@@ -156,6 +157,16 @@ def test_chunks_are_summed_in_fp32_and_rounded_once():
         piece, given = (values[:, start : start + 8] for values in (hidden, grad))
         total += template.mlp.pull([weight.detach()], piece, given)[1][0].float()
     assert torch.equal(found, total.bfloat16())
+
+
+def test_only_a_sum_with_the_mlp_leaves_its_output_unread():
+    template = with_mlp(torch.nn.Linear(4, 4))
+    template.mlp.module.weight = torch.nn.Parameter(torch.ones(4, 4))
+    template.mlp.module.bias = torch.nn.Parameter(torch.ones(4))
+    hidden = torch.ones(1, 9, 4, requires_grad=True)
+    assert is_only_added(hidden + template.mlp(hidden))
+    assert not is_only_added(hidden + template.mlp(hidden).square())
+    assert not is_only_added(template.mlp(hidden).square())
 
 
 def test_an_mlp_knows_its_layer():

@@ -327,8 +327,8 @@ class Sometimes(torch.nn.Module):
         return hidden * self.weight if self.used else hidden
 
 
-def test_a_parameter_that_one_layer_uses_and_the_next_does_not_has_no_gradient_there():
-    """Both pass through one slab."""
+def test_a_parameter_unused_in_every_other_layer_has_no_gradient_there():
+    """All layers pass through one slab."""
     model = make_model("qwen2", num_hidden_layers=4)
     for index, layer in enumerate(model.model.layers):
         layer.input_layernorm = torch.nn.Sequential(layer.input_layernorm, Sometimes(index % 2 > 0))

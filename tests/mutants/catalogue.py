@@ -1,0 +1,398 @@
+"""The wrong changes: what is changed to what, and the tests that are asked first.
+
+An old text occurs exactly once in its file (tests/unit/test_mutants.py). A change to the engine
+that moves one mends it here in the same commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """One wrong change."""
+
+    id: str
+    file: str
+    """Path from the repository's root."""
+    old: str
+    """Text that occurs once in the file."""
+    new: str
+    tests: tuple[str, ...]
+    """What pytest runs first, as it takes them: those that are likely to notice."""
+    equivalent: str = ""
+    """Why no test can notice, where none can."""
+
+
+Row = tuple[str, str, str] | tuple[str, str, str, str]
+"""id, old text, new text, and the test asked first where it is not the file's own."""
+
+
+def _changes(file: str, tests: str, *rows: Row) -> Iterator[Mutant]:
+    """tests: file names and node ids under tests/unit, separated by blanks."""
+    for name, old, new, *asked in rows:
+        paths = tuple(f"tests/unit/{test}" for test in (asked[0] if asked else tests).split())
+        reason = EQUIVALENT.get(name, "")
+        change = {"id": name, "file": f"engine/{file}", "old": old, "new": new}
+        yield Mutant(**change, tests=paths, equivalent=reason)
+
+
+EQUIVALENT = {
+    "S1": "the compute lane orders the tail between embed and embed_backward, which read it too",
+    "S2": "the backward follows the fetch and precedes the next forward either way",
+    "S8": "the fetch follows the stage, that the drop, and that the eviction, which writes them",
+    "S13": "the CPU lane's check reads it before, and the next step's loads wait for every update",
+    "S17": "only the CPU lane touches moments, and it runs in order",
+    "X24": "it frees memory; nothing reads the recordings after the embedding's backward",
+}
+"""Of the schedule's, the derived waits are the same: tests/unit/test_mutants.py derives them."""
+
+NODE = "test_engine.py::"
+STARVED = f"{NODE}test_starved_lanes_give_identical_bits"
+ADVERSARIAL = f"{NODE}test_adversarial_interleaving_of_lanes_gives_identical_bits"
+DECLARED = f"{STARVED} {ADVERSARIAL} test_schedule.py test_engine.py"
+PADDING = "test_architectures.py::test_padding_reaches_the_layers_as_the_models_own_mask"
+UNLIKE = "test_architectures.py::test_unlike_layers_train_as_the_plain_model"
+ROUNDED_ONCE = f"{NODE}test_micro_batches_are_summed_in_fp32_and_rounded_once"
+PLACEMENT = f"{NODE}test_any_placement_gives_identical_bits"
+NORM = f"{NODE}test_the_norm_is_that_of_all_gradients"
+DRAINED = f"{NODE}test_parameters_and_checkpoints_are_those_after_every_step_given"
+CUDA = "test_engine_errors.py::test_cuda_lanes_wait_for_the_tickets_they_are_given"
+
+MUTANTS = (
+    *_changes(
+        "recipe.py",
+        "test_optimizer.py::test_learning_rates_are_these",
+        ("R1", "self.lr * (step + 1) / self.warmup_steps", "self.lr * step / self.warmup_steps"),
+        ("R2", "/ (self.total_steps - self.warmup_steps)", "/ self.total_steps"),
+        ("R3", "progress = min(1.0, ", "progress = min(9.0, "),
+        ("R4", "math.cos(math.pi * progress)", "math.cos(math.pi / 2 * progress)"),
+        (
+            "R5",
+            "int((self.labels != IGNORE_INDEX).sum())",
+            "self.labels.numel()",
+            f"{NODE}test_accumulation_divides_by_all_label_tokens_of_the_step",
+        ),
+    ),
+    *_changes(
+        "optimizer.py",
+        "test_optimizer.py",
+        ("O1", "r.beta1 ** (step + 1)", "r.beta1 ** (step + 2)"),
+        ("O2", "r.beta2 ** (step + 1)", "r.beta2 ** (step + 2)"),
+        ("O3", "decay=1 - lr * r.weight_decay", "decay=1 - r.weight_decay"),
+        ("O4", "self.recipe.lr_at(step)", "self.recipe.lr"),
+        ("O5", "(root * h.root_bias2 + h.eps)", "((root + h.eps) * h.root_bias2)"),
+        ("O6", "max=1.0)", "max=10.0)"),
+        ("O7", "clamp(clip_norm / (norm + 1e-6)", "clamp(clip_norm / norm"),
+        ("O8", "max=1.0) + 0.0 * norm", "max=1.0)"),
+        ("O9", "high = (bits + 0x8000) >> 16", "high = bits >> 16"),
+        ("O10", "<< 16) + extra.int()", "<< 16) - extra.int()"),
+        (
+            "O11",
+            "take = torch.isfinite(scale)",
+            "take = torch.isfinite(scale) | True",
+            "test_engine_errors.py",
+        ),
+        ("O12", "updated = p * decay", "updated = p", PLACEMENT),
+        ("O13", "gradient[part].float() * h.scale", "gradient[part].float()"),
+        ("O14", "part = slice(start, start + FALLBACK_CHUNK)", "part = slice(0, FALLBACK_CHUNK)"),
+    ),
+    *_changes(
+        "csrc/adamw.cpp",
+        "test_optimizer.py",
+        ("K1", "(g - m) * h.beta1_rest", "(g - m) * h.beta2_rest"),
+        ("K2", "(g * g) * h.beta2_rest", "g * h.beta2_rest"),
+        ("K3", "p = p * h.decay;", ""),
+        ("K4", "std::sqrt(v1) * h.root_bias2 + h.eps", "std::sqrt(v1 + h.eps) * h.root_bias2"),
+        ("K5", "r[i] = static_cast<int16_t>(bits - (high << 16));", "r[i] = 0;"),
+        ("K6", "uint32_t high = (bits + 0x8000u) >> 16;", "uint32_t high = bits >> 16;"),
+        ("K7", "(to_bits(p[i]) + 0x8000u) >> 16", "to_bits(p[i]) >> 16"),
+        ("K8", "bits + 0x7fffu + ((bits >> 16) & 1u)", "bits + 0x8000u"),
+        ("K9", "scaled = gradient(g, i) * h.scale;", "scaled = gradient(g, i);"),
+        ("K10", "else work(begin, end);", ""),
+        ("K11", "begin += run) work(begin", "begin += 2 * run) work(begin"),
+        ("K12", "if constexpr (MOMENTS) m = m1", "m = m1"),
+    ),
+    *_changes(
+        "head.py",
+        "test_engine.py",
+        ("H1", " / num_tokens\n", " / labels.numel()\n"),
+        ("H2", "total += loss.detach()", "total = loss.detach()"),
+        (
+            "H3",
+            "logits.float().flatten",
+            "logits.flatten",
+            "../parity/test_engine_parity.py::test_bf16_with_fp32_master_50_steps",
+        ),
+        ("H4", "ignore_index=IGNORE_INDEX", "ignore_index=0"),
+        ("H5", "grad_hidden[part] = grads[0]", "grad_hidden[part] = grads[0] * 2"),
+        (
+            "H6",
+            "range(0, seq_len, num_columns)",
+            "range(0, seq_len - num_columns + 1, num_columns)",
+        ),
+    ),
+    *_changes(
+        "decoder.py",
+        "test_architectures.py",
+        ("D1m", "if value.requires_grad:", "if False:"),
+        ("D2m", "if len(shared) != sum(", "if False and len(shared) != sum("),
+        ("D3m", '("p", "attention_dropout", "dropout")', '("attention_dropout",)'),
+        ("D4m", "for layer in module} <= names", "for layer in module} & names"),
+        ("D5", "attention_mask=attention_mask", "attention_mask=None", PADDING),
+        ("D6", "nn.Parameter(outer[name].detach())", "nn.Parameter(outer[name].detach().clone())"),
+        ("D7", "if id(parameter) not in parameters:", "if True:"),
+        ("D8", "return self._inject if last else hidden", "return hidden"),
+    ),
+    *_changes(
+        "template.py",
+        "test_architectures.py",
+        ("T1", "setattr(module, INDEX, index)", "pass"),
+        ("T2", "type(module), attributes, buffers", "type(module), buffers"),
+        ("T3", "attributes, buffers, shapes)", "attributes, shapes)"),
+        ("T4", "self.mlp.unread = False", "self.mlp.unread = True"),
+        ("T5", "if self.mlp.only_added:", "if True:"),
+        ("T6", "return grads[0], list(grads[1:])", "return grads[0], list(grads[:0:-1])"),
+    ),
+    *_changes(
+        "chunked.py",
+        "test_chunked.py",
+        ("Q1", "range(0, row.shape[1], self", "range(0, row.shape[1] - self._chunk + 1, self"),
+        ("Q2", "torch.zeros_like(weight, dtype=torch.float32)", "torch.zeros_like(weight)"),
+        ("Q3", "total.add_(grad)", "total.copy_(grad)"),
+        ("Q4", 'root is not None and root.name() == "AddBackward0"', "True"),
+        ("Q5", "if node is not root and any(", "if any("),
+    ),
+    *_changes(
+        "offload.py",
+        "test_offload.py",
+        ("F1", "key = (flat.data_ptr(), flat.nbytes)", "key = (flat.data_ptr(), 0)"),
+        ("F2", "assert self._versions == ", "assert True or self._versions == "),
+        ("F3", "offset=int(tensor.storage_offset())", "offset=0", PLACEMENT),
+        ("F4", "stride = tensor.stride() if flat is not None else", "stride = tensor.stride() or"),
+        ("F5", "range(0, source.numel(), piece)", "range(0, source.numel() - piece, piece)"),
+        ("F6", "if self.num_bytes + flat.nbytes > self.capacity:", "if False:"),
+    ),
+    *_changes(
+        "host.py",
+        "test_engine_state.py",
+        ("B1", "read_master(state.weight[part], extra)", "read_master(state.weight[part], None)"),
+        ("B2", "if value.dtype == state.weight.dtype and (", "if ("),
+        ("B3", '.to("cpu", copy=True)', '.to("cpu")', DRAINED),
+        ("B4", 'torch.int16 if self.master == "split" else torch.float32', "torch.int16"),
+        ("B5", "(block < self.on_device) is on_device", "(block <= self.on_device) is on_device"),
+    ),
+    *_changes(
+        "checkpoint.py",
+        "test_engine_state.py test_engine.py",
+        ("C1", '"extra", "exp_avg", "exp_avg_sq")', '"extra", "exp_avg")'),
+        ("C2", "if not _file(directory, block).is_file():", "if False:"),
+        ("C3", "[[f.name, list(f.shape)] for", "[[f.name] for"),
+        ("C4", "os.rename(whole, directory)", "shutil.copytree(whole, directory)"),
+        ("C5", '{"step": step}', '{"step": step + 1}'),
+        ("C6", 'del wanted["master"]', "pass"),
+    ),
+    *_changes(
+        "engine.py",
+        "test_engine_state.py",
+        ("N1", "self._next_step += 1", "self._next_step += 2"),
+        ("N2", "self._next_step = checkpoint.resume(", "checkpoint.resume("),
+        (
+            "N3",
+            "lanes.drain()\n        executor.finish_moments()\n        checkpoint.save(",
+            "executor.finish_moments()\n        checkpoint.save(",
+            DRAINED,
+        ),
+        ("N4", "lanes.drain()\n        for block in range(", "for block in range(", DRAINED),
+        (
+            "N5",
+            "executor.finish_moments()\n        checkpoint.save(",
+            "checkpoint.save(",
+        ),
+        (
+            "N6",
+            "executor.finish_moments()\n        self._next_step",
+            "self._next_step",
+        ),
+        (
+            "N7",
+            "set_multithreading_enabled(False)",
+            "set_multithreading_enabled(True)",
+            "test_engine.py",
+        ),
+    ),
+    *_changes(
+        "slots.py",
+        UNLIKE,
+        ("G1", "self._slab[start:end].zero_()", "pass"),
+        ("G2", "torch._foreach_add_(targets, values)", "torch._foreach_copy_(targets, values)"),
+        (
+            "G3",
+            "self._sums[index].zero_()",
+            "pass",
+            f"{NODE}test_a_parameter_unused_in_every_other_layer_has_no_gradient_there",
+        ),
+        ("G5", "key = (slot, layout)", "key = (slot, None)"),
+    ),
+    *_changes(
+        "memory.py",
+        ROUNDED_ONCE,
+        ("G4", "needed = contributions > 1 and", "needed = False and"),
+        ("G6", "loss_chunk) * num_micro_batches", "loss_chunk)"),
+        ("G7", "else self._slabs[op.slab]", "else self._slabs[0]", DECLARED),
+        ("G8", "else self.slots.buffers[op.slot]", "else self.slots.buffers[0]", DECLARED),
+    ),
+    *_changes(
+        "layout.py",
+        UNLIKE,
+        ("Y1", "strict=True) if start < end]", "strict=True) if start > end]"),
+        ("Y2", "round_up(shape.numel(), PARAMETER_ALIGNMENT)", "round_up(shape.numel() - 64, 64)"),
+    ),
+    *_changes(
+        "planner.py",
+        UNLIKE,
+        ("P1", "max(sizes[1:-1])", "sizes[1]"),
+    ),
+    *_changes(
+        "executor.py",
+        "test_engine.py",
+        ("X1", "self.memory.norms[op.block] = ", "self.memory.norms[0] = ", NORM),
+        (
+            "X2",
+            "self.store.slabs[op.host_slab][: home.numel()]",
+            "self.store.slabs[0][: home.numel()]",
+        ),
+        ("X3", "(op.block - 1) % self.pipeline.check", "op.block % self.pipeline.check"),
+        ("X4", "if not math.isfinite(scale):", "if False:", "test_engine_errors.py"),
+        ("X5", "self._layer(op, s, s.hidden)", "self._layer(op, s, s.hidden)[::-1]"),
+        ("X7", "scale = scale + 0.0 * s.loss", "scale = scale + 0.0", "test_engine_errors.py"),
+        ("X8", "hyper_tensor(s.index)", "hyper_tensor(0)", PLACEMENT),
+        (
+            "X9",
+            "self._late.pop(block)\n",
+            "self._late.pop(block)\n        scale = float(self.memory.verdict[2])\n",
+            STARVED,
+        ),
+        ("X10", "vector_norm(self.memory.norms)", "vector_norm(self.memory.norms[1:])", NORM),
+        ("X11", "s.batch.labels[m]", "s.batch.labels[0]"),
+        ("X12", "vector_norm(flat, dtype=torch.float32)", "vector_norm(flat)", NORM),
+        ("X13", "s.loss.add_(loss)", "s.loss.copy_(loss)"),
+        ("X14", "kept.home = self.memory.home(op)", "pass", PLACEMENT),
+        ("X15", "self._late[op.block] = (s.index, scale)", "self._late[op.block] = (0, scale)"),
+        ("X16", "if offset == 0 or self._tickets[0]]", "if offset == 0]"),
+        (
+            "X18",
+            "assert not late, ",
+            "assert True, ",
+            "test_architectures.py",
+        ),
+        ("X19", "clip_scale(norm, self.optimizer.recipe.clip_norm)", "clip_scale(norm, 1.0)"),
+        ("X20", "            gradients.clear()", "            pass", "test_engine_errors.py"),
+        ("X22", "s.saved[op.block + 1] = ", "s.saved[op.block] = "),
+        ("X23", "masks[m]", "masks[0]", PADDING),
+        ("X24", "s.recordings.clear()", "pass"),
+        ("X25", "self.memory.scale.copy_(scale)", "pass", PLACEMENT),
+        ("X26", "self._tickets = ([], [])", "pass", "test_engine_errors.py"),
+    ),
+    *_changes(
+        "pipeline.py",
+        f"test_schedule.py {PLACEMENT}",
+        (
+            "P2",
+            "self.num_layers - self.kept_layers < block",
+            "self.num_layers - self.kept_layers <= block",
+        ),
+        ("P3", "self.overlap and not self.pooled", "self.overlap"),
+        ("P4", "return self.clip or not self.overlap", "return self.clip"),
+        ("P5", "% rest < self.offloaded_layers", "% rest <= self.offloaded_layers"),
+    ),
+    *_changes(
+        "waits.py",
+        "test_schedule.py",
+        ("W1", "candidates.update(reader for r in writes", "candidates.update(reader for r in ()"),
+        ("W2", "for r in reads | writes if", "for r in reads if"),
+        ("W3", "sorted(candidates, reverse=True)", "sorted(candidates)"),
+        ("W4", "for r in reads - writes:", "for r in reads & writes:"),
+    ),
+    *_changes(
+        "schedule.py",
+        DECLARED,
+        ("S1", 'reads.add("device weights 0")', "pass"),
+        (
+            "S2",
+            'writes.add(f"activations {block}")',
+            '(reads if phase.startswith("b") else writes).add(f"activations {block}")',
+        ),
+        (
+            "S3",
+            'frozenset({f"host weights {block}"} | _after_updates(p))',
+            "frozenset(_after_updates(p))",
+        ),
+        ("S4", "reads=frozenset({_gradients(block, slab)})", "reads=frozenset()"),
+        ("S5", 'if kept else f"host slab {slab}"', 'if kept else "verdict"'),
+        ("S6", 'lane=lanes[COMPUTE], writes=frozenset({"verdict"})', "lane=lanes[COMPUTE]"),
+        (
+            "S7",
+            'reads, writes = frozenset({f"activations {block}"})',
+            "reads, writes = frozenset()",
+        ),
+        ("S8", "reads=there, writes=here", "writes=here"),
+        ("S9", 'slot=slots[n], writes=frozenset({f"slot {slots[n]}"})', "slot=slots[n]"),
+        ("S10", "num_layer_loads % p.depth", "0", "test_schedule.py::test_rings_are_used_in_turn"),
+        (
+            "S11",
+            'lane=lanes[COMPUTE], writes=frozenset({f"activations {dropped}"})',
+            "lane=lanes[COMPUTE]",
+        ),
+        ("S12", "for i in group[:-1]]", "for i in group]"),
+        ("S13", '"verdict"}) | moments', "}) | moments"),
+        (
+            "S14",
+            "(self.num_device - 1) % self.p.depth",
+            "0",
+            "test_schedule.py::test_rings_are_used_in_turn",
+        ),
+        ("S15", "for i in reversed(group)]", "for i in group]"),
+        ("S16", 'set() if p.overlap else {"updates"}', "set()"),
+        ("S17", "lane=CPU, reads=gradients, writes=moments", "lane=CPU, reads=gradients"),
+        (
+            "S18",
+            "self.num_host % self.p.gradient_slabs",
+            "0",
+            "test_schedule.py::test_rings_are_used_in_turn",
+        ),
+        ("S19", "lane=CPU, reads=gradients, writes=moments", "lane=CPU, writes=moments"),
+        (
+            "S20",
+            "reversed(range(p.device_blocks, p.num_blocks))",
+            "range(p.device_blocks, p.num_blocks)",
+        ),
+        ("S21", 'writes.add("verdict")', "pass"),
+        ("S23", "writes.add(_gradients(block, slab))", "reads.add(_gradients(block, slab))"),
+        ("S24", "block + (self.p.gradient_slabs if self.p.pooled else 0)", "block"),
+        ("S26", "writes=frozenset({_weights(block, slot)})", "writes=frozenset()"),
+        (
+            "S27",
+            'frozenset({f"host weights {block}"} | _after_updates(self.p))',
+            "frozenset(_after_updates(self.p))",
+        ),
+        ("S28", "lane=lanes[COMPUTE], writes=here", "lane=lanes[COMPUTE]"),
+    ),
+    *_changes(
+        "streams.py",
+        CUDA,
+        ("L2", "stream.wait_event(wait.event)", "pass"),
+        ("L3", "wait.event.synchronize()", "pass"),
+        (
+            "L4",
+            "stream.synchronize()\n        error = self._error",
+            "pass\n        error = self._error",
+        ),
+        ("L5", "self._wait_host(wait.done)", "pass"),
+        ("L6", "if self._error is None:", "if True:", "test_engine_errors.py"),
+        ("L7", "if isinstance(error, NonFiniteLossError):", "if False:", "test_engine_errors.py"),
+        ("L8", "if held and all(_is_done(w) for w in held[0][1])", "if held", DECLARED),
+    ),
+)
