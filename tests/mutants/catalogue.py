@@ -52,11 +52,13 @@ EQUIVALENT = {
 NODE = "test_engine.py::"
 STARVED = f"{NODE}test_starved_lanes_give_identical_bits"
 ADVERSARIAL = f"{NODE}test_adversarial_interleaving_of_lanes_gives_identical_bits"
-DECLARED = f"{STARVED} {ADVERSARIAL} test_schedule.py test_engine.py"
 PADDING = "test_architectures.py::test_padding_reaches_the_layers_as_the_models_own_mask"
 UNLIKE = "test_architectures.py::test_unlike_layers_train_as_the_plain_model"
 ROUNDED_ONCE = f"{NODE}test_micro_batches_are_summed_in_fp32_and_rounded_once"
 PLACEMENT = f"{NODE}test_any_placement_gives_identical_bits"
+DEPTHS = f"{NODE}test_any_depth_streams_interval_and_slabs_give_identical_bits"
+DECLARED = f"{STARVED} {ADVERSARIAL} {PLACEMENT} test_schedule.py"
+FIRST_STEP = "test_architectures.py::test_first_step_equals_the_plain_model"
 NORM = f"{NODE}test_the_norm_is_that_of_all_gradients"
 DRAINED = f"{NODE}test_parameters_and_checkpoints_are_those_after_every_step_given"
 CUDA = "test_engine_errors.py::test_cuda_lanes_wait_for_the_tickets_they_are_given"
@@ -117,8 +119,13 @@ MUTANTS = (
     ),
     *_changes(
         "head.py",
-        "test_engine.py",
-        ("H1", " / num_tokens\n", " / labels.numel()\n"),
+        f"{FIRST_STEP} {NODE}test_the_chunk_does_not_change_the_loss",
+        (
+            "H1",
+            " / num_tokens\n",
+            " / labels.numel()\n",
+            f"{NODE}test_accumulation_divides_by_all_label_tokens_of_the_step",
+        ),
         ("H2", "total += loss.detach()", "total = loss.detach()"),
         (
             "H3",
@@ -220,7 +227,7 @@ MUTANTS = (
             "N7",
             "set_multithreading_enabled(False)",
             "set_multithreading_enabled(True)",
-            "test_engine.py",
+            f"{NODE}test_every_backward_runs_on_the_thread_that_submits_it",
         ),
     ),
     *_changes(
@@ -257,7 +264,7 @@ MUTANTS = (
     ),
     *_changes(
         "executor.py",
-        "test_engine.py",
+        f"{FIRST_STEP} {DEPTHS}",
         ("X1", "self.memory.norms[op.block] = ", "self.memory.norms[0] = ", NORM),
         (
             "X2",
@@ -281,14 +288,24 @@ MUTANTS = (
         ("X13", "s.loss.add_(loss)", "s.loss.copy_(loss)"),
         ("X14", "kept.home = self.memory.home(op)", "pass", PLACEMENT),
         ("X15", "self._late[op.block] = (s.index, scale)", "self._late[op.block] = (0, scale)"),
-        ("X16", "if offset == 0 or self._tickets[0]]", "if offset == 0]"),
+        (
+            "X16",
+            "if offset == 0 or self._tickets[0]]",
+            "if offset == 0]",
+            f"{NODE}test_the_executor_submits_what_the_schedule_says",
+        ),
         (
             "X18",
             "assert not late, ",
             "assert True, ",
             "test_architectures.py",
         ),
-        ("X19", "clip_scale(norm, self.optimizer.recipe.clip_norm)", "clip_scale(norm, 1.0)"),
+        (
+            "X19",
+            "clip_scale(norm, self.optimizer.recipe.clip_norm)",
+            "clip_scale(norm, 1.0)",
+            UNLIKE,
+        ),
         ("X20", "            gradients.clear()", "            pass", "test_engine_errors.py"),
         ("X22", "s.saved[op.block + 1] = ", "s.saved[op.block] = "),
         ("X23", "masks[m]", "masks[0]", PADDING),

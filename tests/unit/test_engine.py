@@ -275,6 +275,7 @@ def test_accumulation_divides_by_all_label_tokens_of_the_step(models):
     labels = whole.labels.clone()
     labels[0, :, 3:] = -100
     batch = Batch(tokens=whole.tokens, labels=labels)
+    assert batch.num_tokens == 2 * 3 + 2 * 16
     engine = make_engine(models[torch.float32], batch=batch)
     model = models[torch.float32]
     expected = plain_loss(model, batch)
