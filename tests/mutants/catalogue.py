@@ -204,7 +204,7 @@ MUTANTS = (
     *_changes(
         "engine.py",
         "test_engine_state.py",
-        ("N1", "self._next_step += 1", "self._next_step += 2"),
+        ("N1", "self._next_step += 1", "self._next_step += 2", UNLIKE),
         ("N2", "self._next_step = checkpoint.resume(", "checkpoint.resume("),
         (
             "N3",
@@ -287,7 +287,7 @@ MUTANTS = (
         ("X12", "vector_norm(flat, dtype=torch.float32)", "vector_norm(flat)", NORM),
         ("X13", "s.loss.add_(loss)", "s.loss.copy_(loss)"),
         ("X14", "kept.home = self.memory.home(op)", "pass", PLACEMENT),
-        ("X15", "self._late[op.block] = (s.index, scale)", "self._late[op.block] = (0, scale)"),
+        ("X15", "self._late[op.block] = (s.index, scale)", "self._late[op.block] = (s.index, 1.0)"),
         (
             "X16",
             "if offset == 0 or self._tickets[0]]",
