@@ -386,7 +386,7 @@ MUTANTS = (
             "reversed(range(p.device_blocks, p.num_blocks))",
             "range(p.device_blocks, p.num_blocks)",
         ),
-        ("S21", 'writes.add("verdict")', "pass"),
+        ("S21", 'writes.add("verdict")', "pass", "test_engine_errors.py"),
         ("S23", "writes.add(_gradients(block, slab))", "reads.add(_gradients(block, slab))"),
         ("S24", "block + (self.p.gradient_slabs if self.p.pooled else 0)", "block"),
         ("S26", "writes=frozenset({_weights(block, slot)})", "writes=frozenset()"),
@@ -410,6 +410,6 @@ MUTANTS = (
         ("L5", "self._wait_host(wait.done)", "pass"),
         ("L6", "if self._error is None:", "if True:", "test_engine_errors.py"),
         ("L7", "if isinstance(error, NonFiniteLossError):", "if False:", "test_engine_errors.py"),
-        ("L8", "if held and all(_is_done(w) for w in held[0][1])", "if held", DECLARED),
+        ("L8", "[lane] or not all(_is_done(w) for w in self", "[lane] or not (True or self", DECLARED),
     ),
 )
