@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from os.path import normpath
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,8 @@ Row = tuple[str, str, str] | tuple[str, str, str, str]
 def _changes(file: str, tests: str, *rows: Row) -> Iterator[Mutant]:
     """tests: file names and node ids under tests/unit, separated by blanks."""
     for name, old, new, *asked in rows:
-        paths = tuple(f"tests/unit/{test}" for test in (asked[0] if asked else tests).split())
+        given = (asked[0] if asked else tests).split()
+        paths = tuple(normpath(f"tests/unit/{test}") for test in given)
         reason = EQUIVALENT.get(name, "")
         change = {"id": name, "file": f"engine/{file}", "old": old, "new": new}
         yield Mutant(**change, tests=paths, equivalent=reason)
@@ -58,6 +60,11 @@ ROUNDED_ONCE = f"{NODE}test_micro_batches_are_summed_in_fp32_and_rounded_once"
 PLACEMENT = f"{NODE}test_any_placement_gives_identical_bits"
 DEPTHS = f"{NODE}test_any_depth_streams_interval_and_slabs_give_identical_bits"
 DECLARED = f"{STARVED} {ADVERSARIAL} {PLACEMENT} test_schedule.py"
+FROZEN = "test_frozen.py::test_training_is_torchs_own"
+SOMETIMES = "test_frozen.py::test_a_parameter_that_gets_a_gradient_in_some_steps_only_is_one_line"
+STRETCHES = "test_frozen.py::test_stretches_join_neighbours_and_leave_out_the_rest"
+CONNECTED = "test_architectures.py::test_layers_connected_by_more_than_hidden_states_are_refused"
+TUPLES = "test_rehearsal.py::test_a_layer_may_return_a_tuple_that_its_output_comes_first_in"
 ASSIGNED = "test_architectures.py::test_a_parameter_used_before_the_layers_may_be_registered_after"
 RETURNS = "test_architectures.py::test_what_is_offloaded_comes_back_with_its_strides_and_moves_once"
 WHOLE = "test_checkpoint.py"
@@ -149,7 +156,7 @@ MUTANTS = (
     *_changes(
         "decoder.py",
         "test_architectures.py",
-        ("D1m", "isinstance(value, torch.Tensor) and value.requires_grad:", "False:"),
+        ("D1m", "isinstance(value, torch.Tensor) and value.requires_grad:", "False:", CONNECTED),
         ("D2m", "if len(shared) != sum(", "if False and len(shared) != sum("),
         ("D3m", '("p", "attention_dropout", "dropout")', '("attention_dropout",)'),
         ("D4m", "for layer in module} <= names", "for layer in module} & names"),
@@ -167,10 +174,14 @@ MUTANTS = (
             "D10",
             "detach(), parameter.requires_grad)",
             "detach())",
-            "test_frozen.py",
+            FROZEN,
         ),
         ("D11", "if index and hidden is not self._passed:", "if False:", "test_rehearsal.py"),
-        ("D12", "return hidden.detach() if width == hidden.shape[-1]", "return hidden.detach() if True"),
+        (
+            "D12",
+            "return hidden.detach() if width == hidden.shape[-1]",
+            "return hidden.detach() if True",
+        ),
         (
             "D13",
             "found = refuse_random(self.model, device, run)",
@@ -187,8 +198,12 @@ MUTANTS = (
         ("T4", "self.mlp.unread = False", "self.mlp.unread = True"),
         ("T5", "if self.mlp.only_added:", "if True:"),
         ("T6", "return grad_hidden, grads", "return grad_hidden, grads[::-1]"),
-        ("T7", "p.dtype, p.requires_grad)", "p.dtype)", "test_frozen.py"),
-        ("T8", "return outputs[0] if self.num_outputs", "return outputs if self.num_outputs"),
+        (
+            "T8",
+            "return outputs[0] if self.num_outputs",
+            "return outputs if self.num_outputs",
+            TUPLES,
+        ),
         (
             "T9",
             "            output = refuse_random(",
@@ -220,7 +235,12 @@ MUTANTS = (
         ("F6", "if self.num_bytes + flat.nbytes > self.capacity:", "if False:"),
         ("F7", "int(tensor.storage_offset() - flat.storage_offset())", "0", RETURNS),
         ("F8", "if stride != expected:", "if False:"),
-        ("F9", "flat.nbytes) not in self._seen and _is_dense", "0) not in () and _is_dense", RETURNS),
+        (
+            "F9",
+            "flat.nbytes) not in self._seen and _is_dense",
+            "0) not in () and _is_dense",
+            RETURNS,
+        ),
     ),
     *_changes(
         "host.py",
@@ -247,7 +267,12 @@ MUTANTS = (
             "for _ in ():  # all",
             WHOLE,
         ),
-        ("C10", "(directory / COMMIT).read_text() == ", "(directory / COMMIT).read_text() or ", WHOLE),
+        (
+            "C10",
+            "(directory / COMMIT).read_text() == ",
+            "(directory / COMMIT).read_text() or ",
+            WHOLE,
+        ),
         ("C11", "        _sync(path)\n", "", WHOLE),
         ("C12", "if got != (block, _shapes(", "if got[1:] != (_shapes(", WHOLE),
     ),
@@ -306,8 +331,8 @@ MUTANTS = (
         UNLIKE,
         ("Y1", "strict=True) if start < end]", "strict=True) if start > end]"),
         ("Y2", "round_up(shape.numel(), PARAMETER_ALIGNMENT)", "round_up(shape.numel() - 64, 64)"),
-        ("Y3", "if wanted and found and found", "if found and found", "test_frozen.py"),
-        ("Y4", "found.append(slice(f.offset, end))", "found.append(slice(0, end))", "test_frozen.py"),
+        ("Y3", "if wanted and found and found", "if found and found", STRETCHES),
+        ("Y4", "found.append(slice(f.offset, end))", "found.append(slice(0, end))", STRETCHES),
     ),
     *_changes(
         "planner.py",
@@ -372,11 +397,11 @@ MUTANTS = (
             UNLIKE,
         ),
         ("X20", "            sums.clear()", "            pass", "test_engine_errors.py"),
-        ("X27", "if self._trained[op.block] != reached:", "if False:", "test_frozen.py"),
-        ("X28", "stretches(reached), self", "stretches((True,) * len(reached)), self", "test_frozen.py"),
-        ("X29", "gradient[part], step", "gradient[: part.stop - part.start], step", "test_frozen.py"),
-        ("X30", "[block][part], step=step", "[block][: part.stop - part.start], step=step", "test_frozen.py"),
-        ("X31", "slab[part], hyper", "slab[: part.stop - part.start], hyper", "test_frozen.py"),
+        ("X27", "if self._trained[op.block] != reached:", "if False:", SOMETIMES),
+        ("X28", "stretches(reached), self", "stretches((True,) * len(reached)), self", FROZEN),
+        ("X29", "gradient[part], step", "gradient[: part.stop - part.start], step", FROZEN),
+        ("X30", "[block][part], step=step", "[block][: part.stop - part.start], step=step", FROZEN),
+        ("X31", "slab[part], hyper", "slab[: part.stop - part.start], hyper", FROZEN),
         ("X22", "s.saved[op.block + 1] = ", "s.saved[op.block] = "),
         ("X23", "masks[m]", "masks[0]", PADDING),
         ("X24", "s.recordings.clear()", "pass"),
@@ -480,6 +505,11 @@ MUTANTS = (
         ("L5", "self._wait_host(wait.done)", "pass"),
         ("L6", "if self._error is None:", "if True:", "test_engine_errors.py"),
         ("L7", "if isinstance(error, NonFiniteLossError):", "if False:", "test_engine_errors.py"),
-        ("L8", "[lane] or not all(_is_done(w) for w in self", "[lane] or not (True or self", DECLARED),
+        (
+            "L8",
+            "[lane] or not all(_is_done(w) for w in self",
+            "[lane] or not (True or self",
+            DECLARED,
+        ),
     ),
 )

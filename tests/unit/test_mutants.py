@@ -11,7 +11,7 @@ import pytest
 
 from engine.pipeline import Pipeline
 from engine.schedule import Op, build
-from tests.mutants.__main__ import ROOT, judge, main, misfits, report
+from tests.mutants.__main__ import ROOT, engine_tests, judge, main, misfits, report
 from tests.mutants.catalogue import EQUIVALENT, MUTANTS, Mutant
 from tests.unit.test_schedule import pipelines
 
@@ -58,6 +58,15 @@ def build_of(source: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Pipeline
 def undeclared(ops: tuple[Op, ...]) -> list[str]:
     """Everything of operations but what they say that they read and write."""
     return [repr(replace(op, reads=frozenset(), writes=frozenset())) for op in ops]
+
+
+def test_everything_is_all_that_a_change_names_but_not_what_fails_on_any_change():
+    everything = engine_tests()
+    assert {test.partition("::")[0] for mutant in MUTANTS for test in mutant.tests} <= set(
+        everything
+    )
+    assert "tests/unit/test_declared_access.py" in everything
+    assert "tests/unit/test_mutants.py" not in everything
 
 
 def test_the_runner_tells_killed_from_surviving_ones():
