@@ -23,7 +23,8 @@ from pathlib import Path
 from tests.mutants.catalogue import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("engine", "baselines", "sweeps", "conf", "tests")
+COPIED = ("engine", "baselines", "sweeps", "analysis", "conf", "tests")
+LEFT_OUT = shutil.ignore_patterns("__pycache__", "results")
 CATALOGUE_TESTS = "tests/unit/test_mutants.py"
 LIMIT_S = 1800
 """Seconds for one run of tests; a change that makes them hang was noticed."""
@@ -81,8 +82,7 @@ def _noticed(scratch: Path, mutant: Mutant | None, tests: Tests) -> str:
         return ""
     with tempfile.TemporaryDirectory(dir=scratch) as tree:
         for room in COPIED:
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / room, Path(tree) / room, ignore=ignored)
+            shutil.copytree(ROOT / room, Path(tree) / room, ignore=LEFT_OUT)
         shutil.copy(ROOT / "pyproject.toml", tree)
         if mutant:
             changed = Path(tree) / mutant.file
