@@ -69,6 +69,7 @@ def test_everything_is_all_that_a_change_names_but_not_what_fails_on_any_change(
     assert "tests/unit/test_mutants.py" not in everything
 
 
+@pytest.mark.slow
 def test_the_runner_tells_killed_from_surviving_ones():
     """Neither has tests of its own, so both are put to everything."""
     asked = BY_ID["R4"].tests
@@ -79,14 +80,14 @@ def test_the_runner_tells_killed_from_surviving_ones():
 
 
 def test_the_table_says_what_became_of_each(capsys):
-    found = {"R1": "test_it", "R2": "", "S1": ""}
-    equivalent = f"equivalent: {EQUIVALENT['S1']}"
+    found = {"R1": "test_it", "R2": "", "S2": ""}
+    equivalent = f"equivalent: {EQUIVALENT['S2']}"
     one, two, three = (BY_ID[name] for name in found)
     assert report([one, three], found) == 0
     assert table(capsys) == ["killed by test_it", equivalent, "1 killed, 1 equivalent, 0 survived"]
     assert report([two], found) == 1
     assert table(capsys) == ["SURVIVED", "0 killed, 0 equivalent, 1 survived"]
-    assert report([three], {"S1": "test_it"}) == 0
+    assert report([three], {"S2": "test_it"}) == 0
     remark = "killed by test_it (though marked equivalent)"
     assert table(capsys) == [remark, "1 killed, 0 equivalent, 0 survived"]
 
