@@ -15,8 +15,19 @@ import torch.distributed as dist
 LOOPBACK = "lo"
 """The interface that no other machine reaches."""
 
+ALONE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "GLOO_SOCKET_IFNAME": LOOPBACK,
+    "NCCL_SOCKET_IFNAME": LOOPBACK,
+}
+"""What libraries read of a group of one process."""
+
 _users = 0
 _ours = False
+_before: dict[str, str | None] = {}
+"""What was there before in their place."""
 
 
 def acquire(backend: str) -> None:
@@ -27,8 +38,8 @@ def acquire(backend: str) -> None:
     """
     global _users, _ours
     if not dist.is_initialized():
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-        os.environ.update(GLOO_SOCKET_IFNAME=LOOPBACK, NCCL_SOCKET_IFNAME=LOOPBACK)
+        _before.update({name: os.environ.get(name) for name in ALONE})
+        os.environ.update(ALONE)
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         _users, _ours = 0, True
     # DeepSpeed and FSDP2 call collectives that torch 2.13 renamed: a warning a call, inside the measured step.
@@ -50,3 +61,7 @@ def release() -> None:
         deepspeed_comm.cdb = None
     if dist.is_initialized():
         dist.destroy_process_group()
+    for name, value in _before.items():  # others in this process would take themselves for a rank
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value

@@ -188,8 +188,8 @@ class Loop:
 
     def mirrored(self) -> None:
         """W&B's runs are the rows."""
-        frames = [frames.frame(path) for path in (self.rows_path, self.folder / "wandb")]
-        one, other = (frame.drop(columns="source") for frame in frames)
+        both = [frames.frame(path) for path in (self.rows_path, self.folder / "wandb")]
+        one, other = (frame.drop(columns="source") for frame in both)
         pd.testing.assert_frame_equal(one, other)
 
     def unlocked(self) -> None:

@@ -198,7 +198,7 @@ def test_only_the_killed_cell_is_run_again(study: Study) -> None:
 
 def test_rows_before_the_reference_are_compared_with_it(study: Study) -> None:
     assert "numerics were not checked" not in study.again.stdout
-    assert re.search(r"MegaTrain.* yes", study.again.stdout)
+    assert re.search(r"MegaTrain.* same", study.again.stdout)
 
 
 def test_a_missing_package_costs_only_the_system_that_needs_it(study: Study) -> None:
@@ -242,7 +242,7 @@ def test_runs_and_rows_give_the_same_frame(study: Study) -> None:
     command = [sys.executable, "-m", "sweeps.upload", str(study.output)]
     subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, timeout=120, check=True)
     assert len(list(runs.glob("offline-run-*"))) == len(study.rows[-1])
-    frame, back = (frames.frame(folder).drop(columns="source") for folder in (study.output, runs))
+    frame, back = (frames.every_row(folder).drop(columns="source") for folder in (study.output, runs))
     pd.testing.assert_frame_equal(back, frame)
     assert list(frame["status"]) == [row.status for row in study.rows[-1]]
 
@@ -302,7 +302,7 @@ def test_a_killed_study_goes_on_where_it_was_in_rounds_reported_as_one(tmp_path:
     assert rows[1].losses == rows[2].losses
     assert rows[2].agrees
     assert "[3/3] measure.repeat=2, megatrain" in done.stdout
-    assert len(re.findall(r"^.*MegaTrain .*yes", done.stdout, re.MULTILINE)) == 1
+    assert len(re.findall(r"^.*MegaTrain .*same", done.stdout, re.MULTILINE)) == 1
     for row in rows:
         assert row.tflops_6p_causal is not None
         assert row.tflops_6p is not None

@@ -72,9 +72,9 @@ def test_a_search_writes_its_winner_and_trials_and_goes_on_where_it_stopped(chec
     told = yaml.safe_load((folder / f"{name}.yaml").read_text())
     assert {key: best.config["system"][key] for key in told if key not in ("defaults", "preset")}.items() <= told.items()
     shown = command(checkout, f"system=tuned/{name}", "--cfg", "job", "-p", "system")
-    composed_system = yaml.safe_load(shown.stdout.partition("\n")[2])
-    as_run = {key: value for key, value in best.config["system"].items() if value or key not in NEUTRAL}
-    assert composed_system == {**as_run, "preset": "tuned fast"}, shown
+    systems = yaml.safe_load(shown.stdout.partition("\n")[2]), best.config["system"]
+    told_system, as_run = ({key: value for key, value in one.items() if value or key not in NEUTRAL} for one in systems)
+    assert told_system == {**as_run, "preset": "tuned fast"}, shown
     (folder / f"{name}.yaml").unlink()
     wider = [item.replace("depth=2", "depth=3,4") for item in search]
     late = command(checkout, *wider, "hydra.sweeper.n_trials=5", "time_limit_s=1000", left_s=-1)

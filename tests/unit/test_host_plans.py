@@ -21,7 +21,7 @@ RESULTS = Path(__file__).parents[2] / "analysis" / "results"
 PAGEABLE = ("moments", "other")
 """Kinds that are private pages under FSDP2 and SuperOffload; all others are pinned or shared. ZeRO-3's master is pageable too."""
 ROWS = {
-    "fsdp2 3B": ("h200_3b", "fsdp2", "qwen2.5-3b"),
+    "fsdp2 3B": ("vs_zero3_3b/2026-11-21_h200-16c_t1027", "fsdp2", "qwen2.5-3b"),
     "fsdp2 3B compiled": ("vs_zero3_3b/2026-11-22_h200-32c_9689d588", "fsdp2", "qwen2.5-3b"),
     "fsdp2 7B": ("vs_zero3_7b/2026-11-22_h200-32c_65ed26ba", "fsdp2", "qwen2.5-7b"),
     "superoffload 3B": ("vs_zero3_3b/2026-11-22_h200-32c_9689d588", "superoffload", "qwen2.5-3b"),

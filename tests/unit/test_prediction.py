@@ -33,17 +33,17 @@ def measured() -> dict[str, Row]:
     """
     rows = [(path, row) for path in FILES for row in read_rows(path) if row.step_s and "rates" in row.plan]
     kept = {(row.cell, row.started_at): (path, row) for path, row in rows if "late_moments" in row.config["system"]}
-    return {f"{path.parent.name}-{row.cell}": row for path, row in kept.values()}
+    return {f"{path.parent.name}/{path.stem}/{row.cell}": row for path, row in kept.values()}
 
 
 MEASURED = measured()
 
 
 UNEXPLAINED = {
-    "batch_size-a5e22b2b9ad5": "2,048 tokens: 20% over; a layer takes less than 10 ms, perhaps to launch its kernels",
-    "model_size-d347379aa670": "0.5B: 12% over, as above",
-    "vs_zero3_14b-3277d7d5a9e1": "14B: 12% over, its repeats 9%; 24 layers evicted beside 62 threads of AdamW, perhaps slower",
-    "batch_size-5d45b3e2bc00": "2,048 tokens, all AdamW: 15% under; its machine's probes were slower than its updates",
+    "batch_size/2026-11-22_h200-16c_124fe042/a5e22b2b9ad5": "2,048 tokens: 20% over; a layer takes less than 10 ms, perhaps to launch its kernels",
+    "model_size/2026-11-22_h200-16c_124fe042/d347379aa670": "0.5B: 12% over, as above",
+    "vs_zero3_14b/2026-11-22_h200-64c_524bf9d0/3277d7d5a9e1": "14B: 12% over, its repeats 9%; 24 layers evicted beside 62 threads of AdamW, perhaps slower",
+    "batch_size/2026-11-21_h200-16c_t2118/5d45b3e2bc00": "2,048 tokens, all AdamW: 15% under; its machine's probes were slower than its updates",
 }
 
 
