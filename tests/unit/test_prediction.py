@@ -40,10 +40,10 @@ MEASURED = measured()
 
 
 UNEXPLAINED = {
-    "batch_size/2026-11-22_h200-16c_124fe042/a5e22b2b9ad5": "2,048 tokens: 20% over; a layer takes less than 10 ms, perhaps to launch its kernels",
+    "batch_size/2026-11-22_h200-16c_124fe042/a5e22b2b9ad5": "2,048 tokens: 20% over; perhaps launching kernels",
     "model_size/2026-11-22_h200-16c_124fe042/d347379aa670": "0.5B: 12% over, as above",
-    "vs_zero3_14b/2026-11-22_h200-64c_524bf9d0/3277d7d5a9e1": "14B: 12% over, its repeats 9%; 24 layers evicted beside 62 threads of AdamW, perhaps slower",
-    "batch_size/2026-11-21_h200-16c_t2118/5d45b3e2bc00": "2,048 tokens, all AdamW: 15% under; its machine's probes were slower than its updates",
+    "vs_zero3_14b/2026-11-22_h200-64c_524bf9d0/3277d7d5a9e1": "14B: 12% over; evictions beside 62 threads of AdamW",
+    "batch_size/2026-11-21_h200-16c_t2118/5d45b3e2bc00": "2,048 tokens, all AdamW: 15% under",
 }
 
 
