@@ -98,7 +98,7 @@ def losses(line: pd.Series) -> str:
     if gap == 0.0 and line["family"] in (numbers.REFERENCE, STAND_IN):
         return "reference"
     word = "same" if line["agrees"] else "differ"
-    return word if pd.isna(gap) else f"{word} ({gap:.0e})"
+    return word if pd.isna(gap) else f"{word} ({gap:.0e})" if gap else f"{word} (0)"
 
 
 def axes(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
