@@ -77,8 +77,9 @@ def _settings(study: Study, ready: pd.DataFrame) -> str:
     if best.name == worst.name:
         return f"Only one setting was measured: {best['tokens_per_s']:,.0f} tokens/s."
     if study.x == "system.preset":
+        first = tables.sort(study, ready).iloc[0]
         return (
-            f"{place(study, best).capitalize()}, the last switch that helps, makes {_times(best, worst)} of {place(study, worst)}."
+            f"With every switch on the engine is {_times(best, first)} as fast as the published algorithm ({place(study, first)})."
         )
     found = speeds.ratio(worst, best)
     interval = f" (95% interval {_percents(found)})" if found["lo"] is not None else ""
@@ -162,6 +163,8 @@ def finding(study: Study, lines: pd.DataFrame) -> str:
         ends = engine_ends(study, ready)
         return f"{names.name(ends[1])}: {ends[1]['tokens_per_s']:,.0f} tokens/s at {_at(study, ends[1])}"
     best, worst = speeds.fastest(ready), speeds.slowest(ready)
+    if study.x == "system.preset":
+        return f"Every switch on: {_short(best, tables.sort(study, ready).iloc[0])} the published algorithm"
     return f"{study.title}: {_short(best, worst)} between the slowest and the fastest"
 
 

@@ -16,6 +16,8 @@ from analysis.studies import Study
 from sweeps.result import STAND_IN
 
 NONE = "—"
+WORDS = ("answer", "machine", "commit", "state", "losses", "system", "model", "doubt", "the paper's machine")
+"""Columns of words, which stand to the left."""
 REFUSAL = re.compile(r"needs ([\d,]+) bytes of (\w+) memory, .*?([\d,]+)")
 
 
@@ -188,7 +190,7 @@ def of(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
 
 def markdown(table: pd.DataFrame) -> str:
     """As a page shows it: numbers to the right, the best speed bold."""
-    align = ["left" if position == 0 else "right" for position in range(len(table.columns))]
+    align = ["left" if position == 0 or name in WORDS else "right" for position, name in enumerate(table.columns)]
     text = str(table.to_markdown(index=False, colalign=align, disable_numparse=True))
     return re.sub(r"-{3,}", "---", re.sub(r" {2,}", " ", text))
 
