@@ -99,18 +99,6 @@ def ratio(first: Any, base: Any) -> dict[str, Any]:
     return {"value": value, "lo": lo, "hi": hi, "num_samples": samples}
 
 
-def paired(first: Any, base: Any) -> dict[str, Any]:
-    """`ratio` of two lines whose repeats were measured in turns: what a round met, it did to both."""
-    rounds = list(zip(first["windows"], base["windows"], strict=False))
-    if len(rounds) < MIN_SAMPLES:
-        return ratio(first, base)
-    logs = [(np.log(one), np.log(other)) for one, other in rounds]
-    gaps = [float(one.mean() - other.mean()) for one, other in logs]
-    error = _over_repeats(gaps, [float(one.var() / len(one) + other.var() / len(other)) for one, other in logs])
-    found = estimate(first["tokens_per_s"] / base["tokens_per_s"], error, len(rounds) - 1, len(rounds))
-    return {"value": found["tokens_per_s"], "lo": found["lo"], "hi": found["hi"], "num_samples": len(rounds)}
-
-
 def comparable(found: pd.DataFrame) -> pd.Series:
     """Whether a line's speed may be held against others': measured, its system's own, and its losses not known to differ."""
     differs = found["agrees"].eq(False) & found["system"].ne("in_memory")

@@ -49,7 +49,7 @@ def draw(lines: pd.DataFrame) -> Figure:
     first = shown.iloc[0]
     about = f"{first['model']}, {first['batch_size']} x {first['seq_len']} tokens a step; {names.machine(details)}"
     about += "; device as planned, black: observed peak; host as observed"
-    style.titled(figure, "fast spends free device memory on activations and optimizer state", about, legend=handles)
+    style.titled(figure, "What fills the memory of each system", about, legend=handles)
     return figure
 
 
