@@ -4,15 +4,15 @@ The names below are all that another room may import; torch is the only dependen
 """
 
 from engine.config import EngineConfig
-from engine.cost import Rates
-from engine.engine import MegaTrain
+from engine.planner.cost import Rates
+from engine.megatrain import MegaTrain
 from engine.kernel import KernelError, cache_directory, native
-from engine.optimizer import clip_scale, norm_of
-from engine.placement import USABLE_DEVICE
-from engine.plan import Plan, Widths, layer_activation_bytes, logits_bytes
-from engine.planner import HOST_OVERHEAD, Machine
+from engine.adamw import clip_scale, norm_of
+from engine.planner.placement import USABLE_DEVICE
+from engine.sizes import Plan, Widths, layer_activation_bytes, logits_bytes
+from engine.planner.planner import HOST_OVERHEAD, Machine
 from engine.recipe import IGNORE_INDEX, Batch, NonFiniteLossError, Recipe
-from engine.template import KEEP_BUDGET
+from engine.layers.template import KEEP_BUDGET
 from engine.timeline import Timeline
 
 __all__ = [

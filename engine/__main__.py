@@ -6,7 +6,7 @@ python -m engine 3 2 3 1     # layers, depth, streams, checkpoint interval
 import sys
 
 from engine.pipeline import LANES, Pipeline
-from engine.schedule import build
+from engine.step import build
 
 USAGE = "usage: python -m engine LAYERS DEPTH STREAMS CHECKPOINT_INTERVAL, each an integer >= 1, STREAMS at most 3"
 

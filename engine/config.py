@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.host import MASTERS, PINNED
+from engine.store import MASTERS, PINNED
 from engine.pipeline import LANES
 
 MAX_THREADS = 4096

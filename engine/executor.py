@@ -15,18 +15,18 @@ from typing import Any
 
 import torch
 
-from engine.decoder import Decoder, Recording, tensors
-from engine.head import loss_and_gradients, summed_cross_entropy
-from engine.host import HostStore
+from engine.layers.decoder import Decoder, Recording, tensors
+from engine.layers.head import loss_and_gradients, summed_cross_entropy
+from engine.store import HostStore
 from engine.layout import BLOCK_ALIGNMENT
-from engine.memory import DeviceMemory
-from engine.offload import Offloaded, copy_in_pieces, storages
-from engine.optimizer import AdamW, BlockState, clip_scale, norm_of
+from engine.device import DeviceMemory
+from engine.layers.offload import Offloaded, copy_in_pieces, storages
+from engine.adamw import AdamW, BlockState, clip_scale, norm_of
 from engine.pipeline import Pipeline
 from engine.recipe import Batch, NonFiniteLossError
-from engine.schedule import Op, build
+from engine.step import Op, build
 from engine.slots import Gradients, gradients
-from engine.streams import Lanes, Ticket
+from engine.lanes import Lanes, Ticket
 from engine.timeline import label_of
 
 PIECE = 1 << 26

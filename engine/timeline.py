@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from engine.pipeline import COMPUTE
-from engine.schedule import Op
+from engine.step import Op
 
 ROUNDS = 4
 """Steps to simulate; from the third on a step repeats the one before."""

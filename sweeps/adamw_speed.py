@@ -19,7 +19,7 @@ import torch
 from baselines.deepspeed_setup import import_deepspeed, require_deepspeed, sole_builder
 from baselines.system import Unsupported
 from engine import KernelError, Recipe, native
-from engine.optimizer import AdamW, BlockState
+from engine.adamw import AdamW, BlockState
 from sweeps.host_memory import ROUNDS, Kernel, Speed, in_turns, streams
 
 BYTES_PER_PARAM = {

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from engine import MegaTrain
-from engine.decoder import tensors
-from engine.schedule import Op
+from engine.layers.decoder import tensors
+from engine.step import Op
 
 NAN = torch.tensor([0xA1, 0x7F], dtype=torch.uint8)
 """Two bytes of which bf16 and fp32 are NaN, of the kind that any arithmetic changes: an update in place shows."""

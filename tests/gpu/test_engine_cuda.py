@@ -14,7 +14,7 @@ import torch
 
 from baselines.model import skip_packed_sequence_check
 from engine import Recipe, norm_of
-from engine.host import _Arena
+from engine.store import _Arena
 from engine.layout import BLOCK_ALIGNMENT
 from tests.models import make_batch, make_engine, make_model
 

@@ -219,7 +219,7 @@ def test_depth_width_and_length_are_the_published_ones() -> None:
 
 def test_a_cell_without_room_says_what_its_step_would_take(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On a GPU, where rates are probed; here they are those of conf/rates, and nothing is allocated."""
-    monkeypatch.setattr("engine.planner.measure", lambda *_, **__: H200)
+    monkeypatch.setattr("engine.planner.planner.measure", lambda *_, **__: H200)
     caps: list[int] = []
     monkeypatch.setattr(cell, "cap_device_memory", caps.append)  # torch's own refuses without a GPU
     (one,) = cells_of("model=qwen2.5-7b", "shape=b32x1024", "machine.device_bytes=24000000000", "machine.host_bytes=50000000000")

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from engine import Batch, EngineConfig, MegaTrain, Recipe
-from engine.decoder import Decoder
-from engine.offload import Offloaded
+from engine.layers.decoder import Decoder
+from engine.layers.offload import Offloaded
 from tests.models import (
     engine_gradients,
     make_batch,
@@ -77,7 +77,7 @@ CHUNKED = {**OFFLOADED, "mlp_chunk": 5}
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("options", [RECOMPUTED, {**RECOMPUTED, "micro_batches": 2}, OFFLOADED, CHUNKED], ids=str)
 def test_first_step_equals_the_plain_model(name, options, monkeypatch):
-    monkeypatch.setattr("engine.offload.SMALL", 0)
+    monkeypatch.setattr("engine.layers.offload.SMALL", 0)
     options = dict(options)
     micro_batches = options.pop("micro_batches", 1)
     model_type, attention, settings = ARCHITECTURES[name]
@@ -119,7 +119,7 @@ def test_two_contributions_in_bfloat16_train_as_the_plain_model(name):
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "qwen3_moe"])
 def test_offloaded_experts_change_no_bit(model_type, monkeypatch):
     """A gate and its partner are halves of one product. With other strides than theirs a kernel rounds otherwise."""
-    monkeypatch.setattr("engine.offload.SMALL", 0)
+    monkeypatch.setattr("engine.layers.offload.SMALL", 0)
     experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 48}
     model = make_model(model_type, hidden_size=128, head_dim=32, **experts)
     batch = make_batch(0, micro_batches=2, seq_len=7)
@@ -133,7 +133,7 @@ def test_offloaded_experts_change_no_bit(model_type, monkeypatch):
 
 def test_what_is_offloaded_comes_back_with_its_strides_and_moves_once(monkeypatch):
     """A compiled backward asserts them."""
-    monkeypatch.setattr("engine.offload.SMALL", 0)
+    monkeypatch.setattr("engine.layers.offload.SMALL", 0)
     source = torch.randn(4, 6, 30).requires_grad_()
     kept = Offloaded(weights={}, home=torch.zeros(1), shared=set(), capacity=1 << 20)
     with kept.hooks():

@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine import EngineConfig, layer_activation_bytes
-from engine.chunked import is_only_added
-from engine.decoder import Call
-from engine.streams import TwinLanes
-from engine.template import Template
+from engine.layers.chunked import is_only_added
+from engine.layers.decoder import Call
+from engine.lanes import TwinLanes
+from engine.layers.template import Template
 from tests.models import assert_same, make_batch, make_engine, make_model, train
 
 TOKENS = 32
@@ -27,7 +27,7 @@ TOKENS = 32
 @pytest.fixture(autouse=True)
 def everything_moves(monkeypatch):
     """The tensors of these models are small: without this none would be offloaded."""
-    monkeypatch.setattr("engine.offload.SMALL", 0)
+    monkeypatch.setattr("engine.layers.offload.SMALL", 0)
 
 
 def trained(model: torch.nn.Module, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine import MegaTrain, Recipe
-from engine.schedule import GRADIENT_PHASES, Op
+from engine.step import GRADIENT_PHASES, Op
 from tests.declared import VIRTUAL, UndeclaredError, declared_only
 from tests.models import assert_same, make_batch, make_engine, make_model, train
 
@@ -39,7 +39,7 @@ CASES: list[Case] = [
 @pytest.fixture(autouse=True)
 def everything_moves(monkeypatch):
     """The tensors of these models are small: without this none would be offloaded."""
-    monkeypatch.setattr("engine.offload.SMALL", 0)
+    monkeypatch.setattr("engine.layers.offload.SMALL", 0)
 
 
 @cache

@@ -13,9 +13,9 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 from engine import Batch, EngineConfig, MegaTrain, NonFiniteLossError, Recipe
-from engine.decoder import Call
-from engine.streams import TwinLanes
-from engine.template import Template
+from engine.layers.decoder import Call
+from engine.lanes import TwinLanes
+from engine.layers.template import Template
 from engine.timeline import label_of
 from tests.models import assert_same, engine_gradients, make_batch, make_engine, make_model, plain_loss, train, weights_of
 
@@ -25,7 +25,7 @@ RECIPE = Recipe(lr=1e-2, clip_norm=0.5)
 @pytest.fixture(autouse=True)
 def everything_moves(monkeypatch):
     """The tensors of these models are small: without this none would be offloaded."""
-    monkeypatch.setattr("engine.offload.SMALL", 0)
+    monkeypatch.setattr("engine.layers.offload.SMALL", 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -164,7 +164,7 @@ def test_starved_lanes_give_identical_bits(models, monkeypatch):
     recipe = replace(RECIPE, clip_norm=0.1)  # a scale of its own for every step
     expected = train(make_engine(models[torch.float32], recipe=recipe))
     for order in LANE_ORDERS:
-        monkeypatch.setattr("engine.streams.random.Random", lambda _, order=order: Starving(order))
+        monkeypatch.setattr("engine.lanes.random.Random", lambda _, order=order: Starving(order))
         lanes = TwinLanes(seed=0)
         starved = make_engine(models[torch.float32], recipe=recipe, lanes=lanes, poison=True)
         assert starved.pipeline.two_passes

@@ -11,8 +11,8 @@ import torch
 
 from engine import Batch, MegaTrain, NonFiniteLossError, Recipe
 from engine.pipeline import CPU
-from engine.streams import CudaLanes, TwinLanes
-from engine.template import Template
+from engine.lanes import CudaLanes, TwinLanes
+from engine.layers.template import Template
 from tests.models import assert_same, make_batch, make_engine, make_model, train
 
 
@@ -116,7 +116,7 @@ def test_an_interrupted_backward_leaves_nothing_in_the_next_sums(monkeypatch, tm
     train(engine, 2)
     engine.save(tmp_path / "step-2")
     with monkeypatch.context() as patch:
-        patch.setattr("engine.template.Template.backward", lambda *_: (_ for _ in ()).throw(RuntimeError("interrupted")))
+        patch.setattr("engine.layers.template.Template.backward", lambda *_: (_ for _ in ()).throw(RuntimeError("interrupted")))
         with pytest.raises(RuntimeError, match="interrupted"):
             train(engine, 1, first=2)
     engine.resume(tmp_path / "step-2")

@@ -133,7 +133,7 @@ def test_only_what_tells_cells_apart_is_told() -> None:
 def test_the_cost_model_predicts_the_engine_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the rates of conf/rates in place of probed ones, which need the GPU; the rates are probed once."""
     probed = []
-    monkeypatch.setattr("engine.planner.measure", lambda *_, **__: probed.append(1) or H200)
+    monkeypatch.setattr("engine.planner.planner.measure", lambda *_, **__: probed.append(1) or H200)
     memory: dict[Any, Any] = {}
     seen: list[dict[str, Any]] = []
     overrides = [

@@ -62,7 +62,7 @@ def plainly_trained(model, num_steps, micro_batches):
 
 
 def check(make, monkeypatch, options):
-    monkeypatch.setattr("engine.offload.SMALL", 0)
+    monkeypatch.setattr("engine.layers.offload.SMALL", 0)
     micro_batches = options.pop("micro_batches", 1)
     model = make()
     if not hasattr(model.get_decoder().layers[0], "mlp"):

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from engine.pipeline import Pipeline
-from engine.schedule import Op, build
+from engine.step import Op, build
 from tests.mutants.__main__ import ROOT, engine_tests, judge, main, misfits, report
 from tests.mutants.catalogue import EQUIVALENT, MUTANTS, Mutant
 from tests.unit.test_schedule import pipelines

@@ -5,12 +5,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine.offload import ALIGNMENT, Offloaded, copy_in_pieces
+from engine.layers.offload import ALIGNMENT, Offloaded, copy_in_pieces
 
 
 @pytest.fixture(autouse=True)
 def everything_moves(monkeypatch):
-    monkeypatch.setattr("engine.offload.SMALL", 0)
+    monkeypatch.setattr("engine.layers.offload.SMALL", 0)
 
 
 Work = Callable[[torch.Tensor], torch.Tensor]

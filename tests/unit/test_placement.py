@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.cost import ADAMW_SHARE, LAYER_EFFICIENCY, UPDATE_BYTES, WEIGHTS_BYTES, Cost, Rates
-from engine.host import HostSpec
+from engine.planner.cost import ADAMW_SHARE, LAYER_EFFICIENCY, UPDATE_BYTES, WEIGHTS_BYTES, Cost, Rates
+from engine.store import HostSpec
 from engine.layout import Layout, pack
 from engine.pipeline import Pipeline
-from engine.placement import AUTO, EQUAL, RESIDENT, checkpoint_interval, choose
-from engine.plan import Widths
-from engine.schedule import Op, build
+from engine.planner.placement import AUTO, EQUAL, RESIDENT, checkpoint_interval, choose
+from engine.sizes import Widths
+from engine.step import Op, build
 from engine.timeline import Interval, last_step, simulate, window_s
 
 NUMEL, TOKENS = 1 << 20, 100

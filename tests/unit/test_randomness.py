@@ -9,7 +9,7 @@ import torch
 
 from baselines.model import config_of
 from baselines.system import ModelSpec, build
-from engine.randomness import refuse_random
+from engine.layers.randomness import refuse_random
 from tests.models import make_batch, make_engine, make_model
 from tests.unit.test_baselines_model import TINY
 from tests.unit.test_baselines_systems import make_spec

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from engine.pipeline import Pipeline
-from engine.schedule import Op, build
+from engine.step import Op, build
 
 
 def unroll(ops: tuple[Op, ...], num_steps: int = 3) -> list[tuple[Op, list[int]]]:

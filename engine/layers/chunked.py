@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from engine.compiled import Grads, JointPull, Weights
+from engine.layers.compiled import Grads, JointPull, Weights
 from engine.config import RefusedError
 from engine.slots import gradients
 

@@ -14,13 +14,13 @@ from functools import cached_property, partial
 
 import torch
 
-from engine.head import num_chunks
+from engine.layers.head import num_chunks
 from engine.layout import Layout
-from engine.optimizer import AdamW, BlockState
+from engine.adamw import AdamW, BlockState
 from engine.pipeline import Pipeline
-from engine.plan import Widths
+from engine.sizes import Widths
 from engine.recipe import Recipe
-from engine.schedule import Op
+from engine.step import Op
 
 LAYER_EFFICIENCY = 0.88
 """Rate of a decoder layer's products over that of one large matrix product: fitted, as LAYER_BANDWIDTH, to 65 rows of 0.5B to

@@ -18,8 +18,8 @@ from torch import nn
 
 from engine.config import RefusedError
 from engine.layout import Layout, pack
-from engine.randomness import refuse_random
-from engine.template import Template, share_templates
+from engine.layers.randomness import refuse_random
+from engine.layers.template import Template, share_templates
 
 T = TypeVar("T")
 BEFORE, AFTER = "before the layers", "after the layers"

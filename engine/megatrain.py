@@ -15,19 +15,19 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from engine import checkpoint
+from engine import saving
 from engine.config import EngineConfig
-from engine.cost import Rates
-from engine.decoder import Decoder
+from engine.planner.cost import Rates
+from engine.layers.decoder import Decoder
 from engine.executor import Executor
-from engine.host import HostStore
-from engine.optimizer import AdamW
+from engine.store import HostStore
+from engine.adamw import AdamW
 from engine.pipeline import LANES, Pipeline
-from engine.plan import Plan
-from engine.planner import Machine, Planner
+from engine.sizes import Plan
+from engine.planner.planner import Machine, Planner
 from engine.recipe import Batch, Recipe
-from engine.rehearsal import rehearse
-from engine.streams import CudaLanes, Lanes, TwinLanes
+from engine.layers.rehearsal import rehearse
+from engine.lanes import CudaLanes, Lanes, TwinLanes
 from engine.timeline import Timeline, last_step
 
 
@@ -272,7 +272,7 @@ class MegaTrain:
         store, executor, lanes = self._ready()
         lanes.drain()
         executor.finish_moments()
-        checkpoint.save(store, directory, self._next_step, self.recipe)
+        saving.save(store, directory, self._next_step, self.recipe)
 
     def resume(self, directory: Path) -> None:
         """Continue, after setup, from a checkpoint that `save` wrote; one whose files were changed changes nothing here.
@@ -282,7 +282,7 @@ class MegaTrain:
         store, executor, lanes = self._ready()
         lanes.drain()
         executor.finish_moments()
-        self._next_step = checkpoint.resume(store, directory, self.recipe)
+        self._next_step = saving.resume(store, directory, self.recipe)
 
     def close(self) -> None:
         """Stop the worker and unpin the host arena; idempotent."""

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 
 import torch
 
-from engine.head import num_chunks
-from engine.host import HostStore
+from engine.layers.head import num_chunks
+from engine.store import HostStore
 from engine.layout import Layout
 from engine.pipeline import Pipeline
-from engine.schedule import Op
+from engine.step import Op
 from engine.slots import Gradients, Slots, leaves
 
 

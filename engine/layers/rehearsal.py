@@ -20,7 +20,7 @@ from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.config import RefusedError
-from engine.decoder import Decoder, Recording
+from engine.layers.decoder import Decoder, Recording
 
 ROWS, TOKENS = 2, 16
 """Most that is tried: a model that walks through the tokens in Python would take long over more."""

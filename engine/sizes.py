@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from engine.head import num_chunks
+from engine.layers.head import num_chunks
 from engine.layout import Layout
 from engine.pipeline import Pipeline
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from engine import placement
+from engine.planner import placement
 from engine.config import EngineConfig
-from engine.cost import Cost, Rates, measure
-from engine.host import PAGE, HostSpec
+from engine.planner.cost import Cost, Rates, measure
+from engine.store import PAGE, HostSpec
 from engine.layout import Layout
 from engine.pipeline import Pipeline
-from engine.plan import Plan, Widths, device_bytes, offloaded_bytes
-from engine.schedule import Op, build
+from engine.sizes import Plan, Widths, device_bytes, offloaded_bytes
+from engine.step import Op, build
 from engine.timeline import Timeline, simulate, window_s
 
 HOST_OVERHEAD = 2 * 10**9

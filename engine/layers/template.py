@@ -16,14 +16,14 @@ import torch._functorch.config as functorch_config
 from torch import nn
 from torch.func import functional_call
 
-from engine.chunked import ChunkedMLP, is_only_added
-from engine.compiled import JointPull
+from engine.layers.chunked import ChunkedMLP, is_only_added
+from engine.layers.compiled import JointPull
 from engine.config import RefusedError
-from engine.randomness import refuse_random
+from engine.layers.randomness import refuse_random
 from engine.slots import gradients
 
 if TYPE_CHECKING:
-    from engine.decoder import Call
+    from engine.layers.decoder import Call
 
 INDEX = "layer_idx"
 """The one attribute in which layers of one configuration differ; set on every call."""

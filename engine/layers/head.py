@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch.nn import functional as F
 
-from engine.decoder import Decoder
+from engine.layers.decoder import Decoder
 from engine.recipe import IGNORE_INDEX
 from engine.slots import gradients
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from engine.layout import Layout
-from engine.optimizer import BlockState, read_master, write_master
+from engine.adamw import BlockState, read_master, write_master
 
 PAGE = 4096
 MASTERS = ("split", "fp32", "bf16")

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from engine.host import HostStore
-from engine.optimizer import BlockState
+from engine.store import HostStore
+from engine.adamw import BlockState
 from engine.recipe import Recipe
 
 FORMAT = 2
