@@ -23,7 +23,7 @@ from baselines.common import adamw_settings, check_dtype, dtype_name, parse_opti
 from baselines.deepspeed_setup import import_deepspeed, require_deepspeed, sole_builder
 from baselines.model import config_of, count_params, materialise
 from baselines.system import SystemSpec, Unsupported
-from engine import IGNORE_INDEX, Batch, Plan, layer_activation_bytes
+from engine import IGNORE_INDEX, Batch, Plan, Widths, layer_activation_bytes
 
 PACKAGE = "infinity"
 """What the authors' package is called."""
@@ -85,7 +85,7 @@ class PublishedMegaTrain:
         tokens, interval = spec.shape.num_tokens, self.options.checkpoint_interval
         hidden = itemsize * tokens * config.hidden_size
         # Every chunk's log-probabilities live until the backward of the loss.
-        layers = layer_activation_bytes(config, tokens, itemsize) + interval * hidden
+        layers = layer_activation_bytes(Widths.of(config), tokens, itemsize) + interval * hidden
         device = {
             "weights": itemsize * (count.outer + 4 * count.largest_layer),
             "gradients": itemsize * (count.outer + 2 * count.largest_layer),

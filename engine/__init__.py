@@ -1,18 +1,19 @@
 """The compact MegaTrain engine: parameters and optimizer state live on the host, the GPU only computes.
 
-The names below are all that another room may import; torch is the only dependency.
+The names below are all that another room may import; torch is the only dependency. Start reading at
+`step.py`, the order of one step, and `executor.py`, which runs it.
 """
 
-from engine.config import EngineConfig
-from engine.planner.cost import Rates
-from engine.megatrain import MegaTrain
-from engine.kernel import KernelError, cache_directory, native
 from engine.adamw import clip_scale, norm_of
-from engine.planner.placement import USABLE_DEVICE
-from engine.sizes import Plan, Widths, layer_activation_bytes, logits_bytes
-from engine.planner.planner import HOST_OVERHEAD, Machine
-from engine.recipe import IGNORE_INDEX, Batch, NonFiniteLossError, Recipe
+from engine.config import EngineConfig
+from engine.kernel import KernelError, cache_directory, native
 from engine.layers.template import KEEP_BUDGET
+from engine.megatrain import MegaTrain
+from engine.planner.placement import USABLE_DEVICE
+from engine.planner.planner import HOST_OVERHEAD, Machine
+from engine.planner.rates import Rates
+from engine.recipe import IGNORE_INDEX, Batch, NonFiniteLossError, Recipe
+from engine.sizes import Plan, Widths, layer_activation_bytes, logits_bytes
 from engine.timeline import Timeline
 
 __all__ = [

@@ -1,18 +1,72 @@
-"""Prints the operations of one optimizer step, with what each waits for (`'`: in the step before).
+"""Draws one optimizer step from its schedule, and lists its operations with what each waits for.
 
 python -m engine 3 2 3 1     # layers, depth, streams, checkpoint interval
 """
 
+from __future__ import annotations
+
 import sys
+from collections.abc import Sequence
 
-from engine.pipeline import LANES, Pipeline
-from engine.step import build
+from engine.blocks import Blocks
+from engine.step import LANES, Kind, Op, operations
+from engine.timeline import Interval, simulate
 
-USAGE = "usage: python -m engine LAYERS DEPTH STREAMS CHECKPOINT_INTERVAL, each an integer >= 1, STREAMS at most 3"
+USAGE = (
+    "usage: python -m engine LAYERS DEPTH STREAMS CHECKPOINT_INTERVAL, each an integer >= 1, "
+    "STREAMS at most 3"
+)
+LETTERS = {
+    Kind.EMBED: ("E", 4),
+    Kind.FORWARD: ("F", 4),
+    Kind.TAIL: ("T", 11),
+    Kind.RECOMPUTE: ("R", 4),
+    Kind.BACKWARD: ("B", 14),
+    Kind.EMBED_BACKWARD: ("E'", 4),
+    Kind.LOAD: ("L", 4),
+    Kind.STORE: ("S", 4),
+    Kind.PARK: ("P", 2),
+    Kind.UPDATE: ("U", 4),
+    Kind.MOMENTS: ("M", 4),
+}
+"""Kind -> its letter, and for how many columns it is drawn."""
+LEGEND = (
+    "E embed, F forward, T head and loss, R recomputed forward, B recompute and backward, "
+    "L load weights, S store gradients, P park them, U update weights, M update moments; "
+    "durations are made up"
+)
+
+
+def columns(op: Op) -> float:
+    """Width of an operation in the drawing; what takes next to no time has none."""
+    return LETTERS[op.kind][1] if op.kind in LETTERS else 0
+
+
+def drawing(blocks: Blocks) -> list[str]:
+    """One line a lane over one steady step: a letter and a block where an operation begins."""
+    ops = operations(blocks)
+    letters = {op.label: f"{LETTERS[op.kind][0]}{op.block}" for op in ops if op.kind in LETTERS}
+    step = simulate(ops, columns)
+    lanes = [lane for lane in ("cpu", *LANES[blocks.streams].values()) if lane != "fetch"]
+    lines = []
+    for lane in dict.fromkeys(lanes):
+        mine = [i for i in step.intervals if i.lane == lane]
+        lines.append(f"{lane:9}{_line(mine, letters, round(step.step_s))}".rstrip())
+    return lines
+
+
+def _line(intervals: Sequence[Interval], letters: dict[str, str], width: int) -> str:
+    cells = [" "] * (width + 1)
+    for interval in intervals:
+        start, end = round(interval.start_s), round(interval.end_s)
+        cells[start:end] = f"|{letters[interval.label]}".ljust(end - start)[: end - start]
+        cells[end] = "|"
+    return "".join(cells)
 
 
 def main() -> int:
-    """Print the schedule for the four numbers on the command line; 2 and one line where they are not that."""
+    """Print the step for the four numbers on the command line; 2 and one line where they are not
+    that."""
     try:
         layers, depth, streams, interval = (int(argument) for argument in sys.argv[1:])
     except ValueError:
@@ -20,7 +74,16 @@ def main() -> int:
     if min(layers, depth, interval) < 1 or streams not in LANES:
         print(f"{USAGE}; got {' '.join(sys.argv[1:]) or 'nothing'}", file=sys.stderr)
         return 2
-    for index, op in enumerate(build(Pipeline(num_layers=layers, depth=depth, streams=streams, checkpoint_interval=interval))):
+    blocks = Blocks(
+        num_layers=layers,
+        depth=depth,
+        streams=streams,
+        checkpoint_interval=interval,
+        late_moments=True,
+    )
+    print("\n".join(drawing(blocks)), f"{LEGEND}\n", sep="\n")
+    print("Operations in issue order; `'` is one of the step before.")
+    for index, op in enumerate(operations(blocks)):
         print(f"{index:4} {op}")
     return 0
 

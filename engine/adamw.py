@@ -79,18 +79,45 @@ class AdamW:
 
     def step(self, state: BlockState, gradient: torch.Tensor, *, step: int, scale: float) -> None:
         """Update `state` in place. gradient: 1-D, bf16 or fp32 as the weight; step counts from 0; scale multiplies it."""
-        self._run(f"adamw_{_master_of(state)}", state, gradient, self._hyper(step, scale), weights=True, moments=True)
+        self._run(
+            f"adamw_{_master_of(state)}",
+            state,
+            gradient,
+            self._hyper(step, scale),
+            weights=True,
+            moments=True,
+        )
 
-    def step_weights(self, state: BlockState, gradient: torch.Tensor, *, step: int, scale: float) -> None:
+    def step_weights(
+        self, state: BlockState, gradient: torch.Tensor, *, step: int, scale: float
+    ) -> None:
         """The part of `step` that the next forward needs: master and weight. The moments stay as they are for `step_moments`."""
-        self._run(f"adamw_{_master_of(state)}_weights", state, gradient, self._hyper(step, scale), weights=True, moments=False)
+        self._run(
+            f"adamw_{_master_of(state)}_weights",
+            state,
+            gradient,
+            self._hyper(step, scale),
+            weights=True,
+            moments=False,
+        )
 
-    def step_moments(self, state: BlockState, gradient: torch.Tensor, *, step: int, scale: float) -> None:
+    def step_moments(
+        self, state: BlockState, gradient: torch.Tensor, *, step: int, scale: float
+    ) -> None:
         """The rest of `step`, with the same arguments; at any time before the block's next update."""
         name = "adamw_moments_bf16" if gradient.dtype == torch.bfloat16 else "adamw_moments_fp32"
         self._run(name, state, gradient, self._hyper(step, scale), weights=False, moments=True)
 
-    def _run(self, name: str, state: BlockState, gradient: torch.Tensor, hyper: _Hyper, *, weights: bool, moments: bool) -> None:
+    def _run(
+        self,
+        name: str,
+        state: BlockState,
+        gradient: torch.Tensor,
+        hyper: _Hyper,
+        *,
+        weights: bool,
+        moments: bool,
+    ) -> None:
         assert gradient.numel() == state.weight.numel()
         assert gradient.dtype == state.weight.dtype
         if self._native is None:
@@ -100,9 +127,16 @@ class AdamW:
         tensors = [t for t in (*master, state.exp_avg, state.exp_avg_sq, gradient) if t is not None]
         pointers = [ctypes.c_void_p(t.data_ptr()) for t in tensors]
         kernel = getattr(self._native, name)
-        kernel(ctypes.c_int64(gradient.numel()), *pointers, ctypes.byref(hyper), ctypes.c_int(self.num_threads))
+        kernel(
+            ctypes.c_int64(gradient.numel()),
+            *pointers,
+            ctypes.byref(hyper),
+            ctypes.c_int(self.num_threads),
+        )
 
-    def device_step(self, state: BlockState, gradient: torch.Tensor, *, hyper: torch.Tensor, scale: torch.Tensor) -> None:
+    def device_step(
+        self, state: BlockState, gradient: torch.Tensor, *, hyper: torch.Tensor, scale: torch.Tensor
+    ) -> None:
         """The same update where `state` lives on a device, without a host synchronisation.
 
         hyper: `hyper_tensor` of the step, there; scale: fp32, 0-dim, there, and NaN where no step must be taken.
@@ -136,7 +170,9 @@ def _master_of(state: BlockState) -> str:
     return "split" if state.extra.dtype == torch.int16 else "master"
 
 
-def _torch_step(state: BlockState, gradient: torch.Tensor, h: _Hyper, *, weights: bool, moments: bool) -> None:
+def _torch_step(
+    state: BlockState, gradient: torch.Tensor, h: _Hyper, *, weights: bool, moments: bool
+) -> None:
     for start in range(0, gradient.numel(), FALLBACK_CHUNK):
         part = slice(start, start + FALLBACK_CHUNK)
         g = gradient[part].float() * h.scale
@@ -148,7 +184,9 @@ def _torch_step(state: BlockState, gradient: torch.Tensor, h: _Hyper, *, weights
             p = read_master(state.weight[part], extra) * h.decay
             # Through float64, which rounds to the IEEE fp32 root: torch's own fp32 root may be one ulp off.
             root = v1.double().sqrt().float()
-            write_master(p - h.step_size * (m1 / (root * h.root_bias2 + h.eps)), state.weight[part], extra)
+            write_master(
+                p - h.step_size * (m1 / (root * h.root_bias2 + h.eps)), state.weight[part], extra
+            )
         if moments:
             m.copy_(m1)
             v.copy_(v1)

@@ -1,49 +1,52 @@
-"""All device memory that outlives one operation: homes of blocks, slots, gradient slabs.
+"""All device memory that outlives one operation: homes of blocks, weight slots, gradient slabs, sums.
 
-Invariant: allocated once, before the first step. What a plan counts as weights and gradients is this.
+Invariant: all of it is allocated once, before the first step; what a plan counts as weights and
+gradients is this. A block's parameters and gradients are views of it, so that one DMA moves them and
+no copy binds them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from engine.layers.head import num_chunks
-from engine.store import HostStore
+from engine.blocks import Blocks
 from engine.layout import Layout
-from engine.pipeline import Pipeline
+from engine.sizes import Work
 from engine.step import Op
-from engine.slots import Gradients, Slots, leaves
+from engine.store import Store
 
 
 class DeviceMemory:
-    """Where each operation of a schedule finds its tensors."""
+    """Where each operation of a step finds its tensors."""
 
-    def __init__(
-        self, pipeline: Pipeline, store: HostStore, *, device: torch.device, loss_chunk: int, micro_batch: tuple[int, int, int]
-    ) -> None:
-        """micro_batch: (number of them, rows, seq_len)."""
-        num_micro_batches, rows, seq_len = micro_batch
-        p, layouts, dtype, states = pipeline, store.spec.layouts, store.spec.dtype, store.states
-        self._layouts, self._device, self._dtype = layouts, device, dtype
-        owners = [block for block in range(p.num_blocks) if p.owns_weights(block)]
-        self._homes = {b: states[b].weight if p.on_device(b) else self._zeros(layouts[b].numel) for b in owners}
-        self._own_weights = {b: leaves(layouts[b], home) for b, home in self._homes.items()}
-        self.slots = Slots(p.depth, [layouts[b] for b in range(p.num_blocks) if b not in owners], dtype, device)
-        self.outer_weights = {name: view for b in (0, p.head) for name, view in self._own_weights[b].items()}
-        """Views of embed's and head's parameters, by name."""
-
-        layers = range(1, p.head)
-        ring_numel = max((layouts[b].numel for b in layers if not p.owns_gradients(b)), default=0)
-        self._slabs = [self._zeros(ring_numel) for _ in range(p.depth)]
-        self._own_slabs = {b: self._zeros(layouts[b].numel) for b in range(p.num_blocks) if p.owns_gradients(b)}
-        self._layer_wide = self._wide(max(layouts[b].numel for b in layers), num_micro_batches)
-        contributions = num_chunks(rows, seq_len, loss_chunk) * num_micro_batches
-        self.outer_gradients = {
-            b: Gradients(layouts[b], self._own_slabs[b], self._wide(layouts[b].numel, contributions)) for b in (0, p.head)
+    def __init__(self, blocks: Blocks, work: Work, store: Store, device: torch.device) -> None:
+        layouts = work.layouts
+        self._work, self._device = work, device
+        numbers = range(blocks.num_blocks)
+        owners = [block for block in numbers if blocks.owns_weights(block)]
+        self._homes = {
+            b: store.states[b].weight if blocks.on_device(b) else self._zeros(layouts[b].numel)
+            for b in owners
         }
-        self.norms = torch.zeros(p.num_blocks, device=device)
+        self._own_weights = {b: leaves(layouts[b], home) for b, home in self._homes.items()}
+        self.outer_weights = self._own_weights[0] | self._own_weights[blocks.head]
+        """Views of embed's and head's parameters, by name."""
+        streamed = [layouts[b].numel for b in numbers if b not in owners]
+        self.slots = [self._zeros(max(streamed, default=0)) for _ in range(blocks.depth)]
+        """The ring of weight slots, for layers without a home."""
+        self._slot_weights: dict[tuple[int, Layout], dict[str, torch.Tensor]] = {}
+
+        passing = [layouts[b].numel for b in numbers if not blocks.owns_gradients(b)]
+        self._slabs = [self._zeros(max(passing, default=0)) for _ in range(blocks.depth)]
+        self._own_slabs = {
+            b: self._zeros(layouts[b].numel) for b in numbers if blocks.owns_gradients(b)
+        }
+        self._layer_wide = self._wide(work.largest_layer, work.num_micro_batches)
+        self.outer_gradients = {b: self._outer(b) for b in (0, blocks.head)}
+        self.norms = torch.zeros(blocks.num_blocks, device=device)
         """Of each block's gradients."""
         self.scale = torch.ones((), device=device)
         """Of the gradients, for updates on the device; NaN forbids them."""
@@ -51,24 +54,35 @@ class DeviceMemory:
         """Loss, gradient norm and scale, on the host, for the CPU lane."""
 
     def _zeros(self, numel: int) -> torch.Tensor:
-        return torch.zeros(numel, dtype=self._dtype, device=self._device)
+        return torch.zeros(numel, dtype=self._work.dtype, device=self._device)
 
     def _wide(self, numel: int, contributions: int) -> torch.Tensor | None:
         """fp32 scratch where several bf16 contributions are summed."""
-        needed = contributions > 1 and self._dtype != torch.float32
-        return torch.zeros(numel, dtype=torch.float32, device=self._device) if needed else None
+        if contributions <= 1 or self._work.dtype == torch.float32:
+            return None
+        return torch.zeros(numel, dtype=torch.float32, device=self._device)
+
+    def _outer(self, block: int) -> Gradients:
+        layout = self._work.layouts[block]
+        wide = self._wide(layout.numel, self._work.num_loss_chunks)
+        return Gradients(layout, self._own_slabs[block], wide)
 
     def layout(self, op: Op) -> Layout:
         """Of the operation's block."""
-        return self._layouts[op.block]
+        return self._work.layouts[op.block]
 
     def home(self, op: Op) -> torch.Tensor:
         """The flat device memory of the block's weights: its own or a slot."""
-        return self._homes[op.block] if op.slot < 0 else self.slots.buffers[op.slot]
+        return self._homes[op.block] if op.slot < 0 else self.slots[op.slot]
 
     def weights(self, op: Op) -> Mapping[str, torch.Tensor]:
-        """The block's parameters, differentiable views of `home`."""
-        return self._own_weights[op.block] if op.slot < 0 else self.slots.weights(op.slot, self.layout(op))
+        """The block's parameters, differentiable views of `home`, made once per place and layout."""
+        if op.slot < 0:
+            return self._own_weights[op.block]
+        key = (op.slot, self.layout(op))
+        if key not in self._slot_weights:
+            self._slot_weights[key] = leaves(self.layout(op), self.slots[op.slot])
+        return self._slot_weights[key]
 
     def slab(self, op: Op) -> torch.Tensor:
         """The flat gradient slab of the block."""
@@ -76,5 +90,63 @@ class DeviceMemory:
         return flat[: self.layout(op).numel]
 
     def gradients(self, op: Op) -> Gradients:
-        """A layer's sums, into its slab."""
+        """A block's sums, into its slab."""
+        if op.block in self.outer_gradients:
+            return self.outer_gradients[op.block]
         return Gradients(self.layout(op), self.slab(op), self._layer_wide)
+
+
+def leaves(layout: Layout, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A block's parameters as views of `flat`: leaves, differentiable unless frozen."""
+    views = layout.items(flat)
+    return {f.name: view.detach().requires_grad_(not f.frozen) for f, view in views}
+
+
+class Gradients:
+    """Sums a block's gradients over micro-batches and chunks, then leaves them in one flat slab.
+
+    One contribution goes straight into the slab. Several are summed in fp32 and rounded once.
+    """
+
+    def __init__(self, layout: Layout, slab: torch.Tensor, wide: torch.Tensor | None) -> None:
+        """slab: 1-D, at least layout.numel elements. wide: fp32 scratch of that length, where several
+        contributions come."""
+        self._layout = layout
+        self._slab = slab[: layout.numel]
+        self._slabs = list(layout.views(slab).values())
+        self._sums = self._slabs if wide is None else list(layout.views(wide).values())
+        self._wide = wide is not None
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was added: the next contribution of each parameter is its first."""
+        self._seen = [False] * len(self._layout.fields)
+
+    def add(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Add one contribution, in the layout's order; None is zero."""
+        come = [i for i, grad in enumerate(grads) if grad is not None]
+        self._each(torch._foreach_copy_, grads, [i for i in come if not self._seen[i]])
+        self._each(torch._foreach_add_, grads, [i for i in come if self._seen[i]])
+        for i in come:
+            self._seen[i] = True
+
+    def _each(self, do: Callable[..., object], grads: Sequence[Any], chosen: list[int]) -> None:
+        if chosen:
+            do([self._sums[i] for i in chosen], [grads[i] for i in chosen])
+
+    @property
+    def reached(self) -> tuple[bool, ...]:
+        """Which parameters a contribution came for, in the layout's order."""
+        return tuple(self._seen)
+
+    def finish(self) -> torch.Tensor:
+        """The flat slab: every parameter's sum, zero where none came and between parameters."""
+        for index, seen in enumerate(self._seen):
+            if not seen:
+                self._sums[index].zero_()
+        if self._wide and self._slabs:  # a block may have no parameters of its own
+            torch._foreach_copy_(self._slabs, self._sums)
+        for start, end in self._layout.gaps:
+            self._slab[start:end].zero_()
+        self.clear()
+        return self._slab

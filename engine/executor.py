@@ -1,40 +1,41 @@
-"""Runs a schedule: hands the work of each operation to its lane. The schedule alone says what waits for what.
+"""Runs a step: hands the work of each operation to its lane. The step alone says what waits for what.
 
-Invariant: an operation's work reads and writes only what the schedule declares for it, plus values that live on
-the compute lane from one computation to the next (hidden states, checkpoints, sums of gradients).
+Invariant: an operation's work reads and writes only what the step declares for it, plus values that
+live on the compute lane from one computation to the next (hidden states, checkpoints, sums of
+gradients).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
+from engine.adamw import AdamW, BlockState, clip_scale, norm_of
+from engine.blocks import Blocks, Fate
+from engine.device import DeviceMemory, Gradients
+from engine.lanes import Lanes, Ticket
+from engine.layers.autograd import gradients
 from engine.layers.decoder import Decoder, Recording, tensors
 from engine.layers.head import loss_and_gradients, summed_cross_entropy
-from engine.store import HostStore
-from engine.layout import BLOCK_ALIGNMENT
-from engine.device import DeviceMemory
 from engine.layers.offload import Offloaded, copy_in_pieces, storages
-from engine.adamw import AdamW, BlockState, clip_scale, norm_of
-from engine.pipeline import Pipeline
+from engine.layout import BLOCK_ALIGNMENT
 from engine.recipe import Batch, NonFiniteLossError
-from engine.step import Op, build
-from engine.slots import Gradients, gradients
-from engine.lanes import Lanes, Ticket
-from engine.timeline import label_of
+from engine.sizes import Work
+from engine.step import Kind, Op, operations
+from engine.store import Store
 
 PIECE = 1 << 26
-"""Bytes of one copy of activations: small beside a layer's load, which must find its turn between two of them."""
+"""Bytes of one copy of activations. Small, so that a layer's load can go between two pieces."""
 
 
 @dataclass(kw_only=True)
-class _Step:
+class StepState:
     """The values of one step that pass between computations on the compute lane."""
 
     index: int
@@ -42,106 +43,131 @@ class _Step:
     num_tokens: int
     loss: torch.Tensor
     recordings: list[Recording] = field(default_factory=list)
+    """The way into the layers, one a micro-batch."""
     hidden: list[torch.Tensor] = field(default_factory=list)
     saved: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    """Layer (counted from 1) -> its input, one a micro-batch."""
+    """Layer -> its input, one a micro-batch, to recompute it from."""
     graphs: dict[int, list[Any]] = field(default_factory=dict)
-    """Layer whose activations are kept -> (input, output) with the graph between them, one a micro-batch."""
+    """Layer that is not recomputed -> (input, output) with the graph between, one a micro-batch."""
     offloaded: dict[int, Offloaded] = field(default_factory=dict)
-    """Layer whose activations wait on the host -> what tells them apart."""
+    """Layer whose activations wait on the host -> where they are."""
     grads: list[torch.Tensor] = field(default_factory=list)
+    """Gradient of what the last backward took as input, one a micro-batch."""
+
+
+Handler = Callable[[Op, StepState], None]
 
 
 class Executor:
-    """Handlers for each kind of operation, and the tickets that connect one step to the next."""
+    """One handler for each kind of operation, and the tickets that connect one step to the next."""
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        blocks: Blocks,
+        work: Work,
         decoder: Decoder,
-        store: HostStore,
+        store: Store,
         optimizer: AdamW,
         lanes: Lanes,
-        *,
         device: torch.device,
-        loss_chunk: int,
-        micro_batch: tuple[int, int, int],
-        compiled: bool = False,
     ) -> None:
-        """micro_batch: (number of them, rows, seq_len). compiled: run layers and loss through torch.compile."""
-        self.pipeline, self.decoder, self.store, self.optimizer, self.lanes = pipeline, decoder, store, optimizer, lanes
-        self.device, self.loss_chunk = device, loss_chunk
-        self._summed = torch.compile(summed_cross_entropy, dynamic=False) if compiled else summed_cross_entropy
-        for template in set(decoder.templates) if compiled else ():
-            template.compile()
-        self.ops = build(pipeline)
-        self.counters = dict.fromkeys(("h2d_bytes", "d2h_bytes", "recompute_flops", "optimizer_s"), 0.0)
-        self._labels = [label_of(op) for op in self.ops]
+        self.blocks, self.work, self.decoder = blocks, work, decoder
+        self.store, self.optimizer, self.lanes, self.device = store, optimizer, lanes, device
+        self._summed = summed_cross_entropy
+        if work.compiled:
+            self._summed = torch.compile(summed_cross_entropy, dynamic=False)
+            for template in set(decoder.templates):
+                template.compile()
+        self.ops = operations(blocks)
+        names = ("h2d_bytes", "d2h_bytes", "recompute_flops", "optimizer_s")
+        self.counters = dict.fromkeys(names, 0.0)
         self._tickets: tuple[list[Ticket], list[Ticket]] = ([], [])
-        self.memory = DeviceMemory(pipeline, store, device=device, loss_chunk=loss_chunk, micro_batch=micro_batch)
+        self.memory = DeviceMemory(blocks, work, store, device)
         self.decoder.bind(device, self.memory.outer_weights)
         self._outer_parameters = decoder.outer_parameters()
-        self._num_embed = len(store.spec.layouts[0].fields)
+        self._num_embed = len(work.layouts[0].fields)
         self._late: dict[int, tuple[int, float]] = {}
+        """Block whose moments wait -> (step, scale) of its update."""
         self._trained: dict[int, tuple[bool, ...]] = {}
         """Block -> which of its parameters get a gradient; torch's optimizers leave the others alone."""
         self._parts: dict[int, list[tuple[BlockState, slice]]] = {}
-        """Block -> what an update takes: its state in stretches, one where all is trained, and where each lies."""
+        """Block -> what an update takes: its state in stretches, one where all is trained, and where
+        each lies."""
         self._hyper = torch.empty(0)  # of the step, for updates on the device; _decide makes it
+        self.handlers: dict[Kind, Handler] = {
+            Kind.LOAD: self._load,
+            Kind.STORE: self._store,
+            Kind.EVICT: self._evict,
+            Kind.DROP: self._drop,
+            Kind.STAGE: self._stage,
+            Kind.FETCH: self._fetch,
+            Kind.EMBED: self._embed,
+            Kind.FORWARD: self._forward,
+            Kind.TAIL: self._tail,
+            Kind.RECOMPUTE: self._recompute,
+            Kind.BACKWARD: self._backward,
+            Kind.EMBED_BACKWARD: self._embed_backward,
+            Kind.CLIP: self._clip,
+            Kind.UPDATE_HERE: self._update_here,
+            Kind.PARK: self._park,
+            Kind.CHECK: self._check,
+            Kind.UPDATE: self._update,
+            Kind.MOMENTS: self._moments,
+        }
 
     def run(self, batch: Batch, step: int) -> torch.Tensor:
         """Enqueue one step; the loss, fp32, 0-dim, on the device's current stream."""
-        if len(self._tickets[1]) < len(self.ops):  # the first step, or after one that raised: tickets are missing
+        if len(self._tickets[1]) < len(self.ops):  # the first step, or after one that raised
             self.lanes.drain()
             self._tickets = ([], [])
         loss = torch.zeros((), dtype=torch.float32, device=self.device)
-        state = _Step(index=step, batch=batch, num_tokens=batch.num_tokens, loss=loss)
-        current: list[Ticket] = []
-        self._tickets = (self._tickets[1], current)
-        for op, label in zip(self.ops, self._labels, strict=True):
-            waits = [self._tickets[offset + 1][index] for offset, index in op.waits if offset == 0 or self._tickets[0]]
-            handler = getattr(self, f"_{op.phase or op.kind}")
-            current.append(self.lanes.submit(op.lane, partial(handler, op, state), waits, signals=op.signals, label=label))
+        state = StepState(index=step, batch=batch, num_tokens=batch.num_tokens, loss=loss)
+        before, now = self._tickets[1], list[Ticket]()
+        self._tickets = (before, now)
+        for op in self.ops:
+            waits = [
+                (before if offset else now)[i] for offset, i in op.waits if before or not offset
+            ]
+            now.append(self.lanes.submit(op, partial(self._do, op, state), waits))
         return loss
+
+    @torch.no_grad()
+    def _do(self, op: Op, state: StepState) -> None:
+        self.handlers[op.kind](op, state)
 
     # Device lanes: transfers.
 
-    def _load(self, op: Op, _: _Step) -> None:
+    def _load(self, op: Op, _: StepState) -> None:
         source = self.store.states[op.block].weight
         self.memory.home(op)[: source.numel()].copy_(source, non_blocking=True)
         self.counters["h2d_bytes"] += source.nbytes
 
-    def _store(self, op: Op, _: _Step) -> None:
+    def _store(self, op: Op, _: StepState) -> None:
         source = self.memory.slab(op)
         self.store.slabs[op.host_slab][: source.numel()].copy_(source, non_blocking=True)
         self.counters["d2h_bytes"] += source.nbytes
 
-    def _evict(self, op: Op, s: _Step) -> None:
+    def _evict(self, op: Op, s: StepState) -> None:
         for source, target in s.offloaded[op.block].copies(self.store.activations[op.block]):
             target.copy_(source, non_blocking=True)
         self.counters["d2h_bytes"] += s.offloaded[op.block].num_bytes
 
-    def _drop(self, op: Op, s: _Step) -> None:
+    def _drop(self, op: Op, s: StepState) -> None:
         s.offloaded[op.block].drop()
 
-    def _stage(self, op: Op, s: _Step) -> None:
+    def _stage(self, op: Op, s: StepState) -> None:
         s.offloaded[op.block].stage()
 
-    def _fetch(self, op: Op, s: _Step) -> None:
+    def _fetch(self, op: Op, s: StepState) -> None:
         for target, source in s.offloaded[op.block].copies(self.store.activations[op.block]):
             copy_in_pieces(target, source, PIECE)
         self.counters["h2d_bytes"] += s.offloaded[op.block].num_bytes
 
-    def _free(self, op: Op, _: _Step) -> None:
-        if self.pipeline.poison:
-            self.memory.slots.poison(op.slot)
+    # Compute lane: forward.
 
-    # Compute lane.
-
-    @torch.no_grad()
-    def _embed(self, _: Op, s: _Step) -> None:
-        for sums in self.memory.outer_gradients.values():  # a step that raised leaves its part of the sums
-            sums.clear()
+    def _embed(self, _: Op, s: StepState) -> None:
+        for sums in self.memory.outer_gradients.values():
+            sums.clear()  # a step that raised leaves its part
         masks = s.batch.attention_mask
         for m in range(s.batch.num_micro_batches):
             mask = None if masks is None else self._to_device(masks[m])
@@ -152,83 +178,96 @@ class Executor:
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.device.type == "cuda":
-            tensor = tensor.pin_memory()  # from torch's cache of pinned blocks, which are reused only after their copies
+            tensor = tensor.pin_memory()  # torch reuses a pinned block only after its copies
         return tensor.to(self.device, non_blocking=True)
 
-    @torch.no_grad()
-    def _forward(self, op: Op, s: _Step) -> None:
-        if (op.block - 1) % self.pipeline.checkpoint_interval == 0:
-            s.saved[op.block] = list(s.hidden)
-        s.hidden = self._layer(op, s, s.hidden)
-
-    @torch.no_grad()
-    def _forward_kept(self, op: Op, s: _Step) -> None:
-        weights, layer = self.memory.weights(op), op.block - 1
-        template = self.decoder.templates[layer]
-        graphs = [template.forward_kept(weights, x, r.calls[layer], layer) for x, r in zip(s.hidden, s.recordings, strict=True)]
+    def _forward(self, op: Op, s: StepState) -> None:
+        if op.fate is Fate.RECOMPUTED:
+            if (op.block - 1) % self.blocks.checkpoint_interval == 0:
+                s.saved[op.block] = list(s.hidden)
+            s.hidden = self._outputs(op, s, s.hidden)
+            return
+        if op.fate is Fate.KEPT:
+            graphs = self._graphs(op, s)
+        else:
+            s.offloaded[op.block] = self._offloaded(op, s)
+            with s.offloaded[op.block].hooks():
+                graphs = self._graphs(op, s)
         s.graphs[op.block] = graphs
         s.hidden = [output.detach() for _, output in graphs]
 
-    @torch.no_grad()
-    def _forward_offloaded(self, op: Op, s: _Step) -> None:
+    def _outputs(self, op: Op, s: StepState, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The layer's outputs, without a graph."""
         weights, layer = self.memory.weights(op), op.block - 1
-        template, calls = self.decoder.templates[layer], [r.calls[layer] for r in s.recordings]
-        given = (value for call in calls for value in tensors((call.args, call.kwargs)))
-        shared = storages([*s.hidden, *given, *template.module.buffers()])
-        s.offloaded[op.block] = kept = Offloaded(
-            weights=weights, home=self.memory.home(op), shared=shared, capacity=self.store.activations[op.block].numel()
+        template, pairs = self.decoder.templates[layer], zip(inputs, s.recordings, strict=True)
+        return [template.forward(weights, x, r.calls[layer], layer) for x, r in pairs]
+
+    def _graphs(self, op: Op, s: StepState) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The layer's (input, output) with the graph between them."""
+        weights, layer = self.memory.weights(op), op.block - 1
+        template, pairs = self.decoder.templates[layer], zip(s.hidden, s.recordings, strict=True)
+        return [template.forward_with_graph(weights, x, r.calls[layer], layer) for x, r in pairs]
+
+    def _offloaded(self, op: Op, s: StepState) -> Offloaded:
+        """Takes what the layer's graph saves, but for what outlives the layer anyway."""
+        template, calls = (
+            self.decoder.templates[op.block - 1],
+            [r.calls[op.block - 1] for r in s.recordings],
         )
-        with kept.hooks():
-            kept.graphs = [template.forward_kept(weights, x, call, layer) for x, call in zip(s.hidden, calls, strict=True)]
-        s.hidden = [output.detach() for _, output in kept.graphs]
+        given = (value for call in calls for value in tensors((call.args, call.kwargs)))
+        return Offloaded(
+            weights=self.memory.weights(op),
+            home=self.memory.home(op),
+            shared=storages([*s.hidden, *given, *template.module.buffers()]),
+            capacity=self.store.activations[op.block].numel(),
+        )
 
-    @torch.no_grad()
-    def _recompute(self, op: Op, s: _Step) -> None:
-        s.saved[op.block + 1] = self._layer(op, s, s.saved[op.block])
-        self.counters["recompute_flops"] += 2 * self.memory.layout(op).num_params * s.batch.tokens.numel()
+    def _recompute(self, op: Op, s: StepState) -> None:
+        s.saved[op.block + 1] = self._outputs(op, s, s.saved[op.block])
+        self._count_recomputed(s, self.memory.layout(op).num_params)
 
-    def _layer(self, op: Op, s: _Step, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        weights, layer = self.memory.weights(op), op.block - 1
-        template = self.decoder.templates[layer]
-        return [template.forward(weights, x, r.calls[layer], layer) for x, r in zip(inputs, s.recordings, strict=True)]
+    def _count_recomputed(self, s: StepState, num_params: int) -> None:
+        self.counters["recompute_flops"] += 2 * num_params * s.batch.tokens.numel()
 
-    @torch.no_grad()
-    def _tail(self, op: Op, s: _Step) -> None:
-        parameters = list(self._outer_parameters.values())
+    def _tail(self, op: Op, s: StepState) -> None:
         for m, hidden in enumerate(s.hidden):
             loss, grad = loss_and_gradients(
                 self.decoder,
                 hidden,
                 self._to_device(s.batch.labels[m]),
                 num_tokens=s.num_tokens,
-                chunk=self.loss_chunk,
-                parameters=parameters,
+                chunk=self.work.loss_chunk,
+                parameters=list(self._outer_parameters.values()),
                 add=self._add_outer,
                 summed=self._summed,
             )
             s.loss.add_(loss)
             s.grads.append(grad)
         s.hidden.clear()
-        self._finish(op, self.memory.outer_gradients[op.block])
-        if not self.pipeline.clip:
+        self._finish(op, self.memory.gradients(op))
+        if not self.blocks.clip:
             self._decide(s, norm=torch.zeros_like(s.loss), scale=torch.ones_like(s.loss))
 
     def _add_outer(self, grads: Sequence[torch.Tensor | None]) -> None:
         self.memory.outer_gradients[0].add(grads[: self._num_embed])
-        self.memory.outer_gradients[self.pipeline.head].add(grads[self._num_embed :])
+        self.memory.outer_gradients[self.blocks.head].add(grads[self._num_embed :])
 
-    def _backward_kept(self, op: Op, s: _Step) -> None:
-        self._differentiate(op, s, self.memory.weights(op), s.graphs.pop(op.block))
+    # Compute lane: backward.
 
-    def _backward_offloaded(self, op: Op, s: _Step) -> None:
-        kept = s.offloaded.pop(op.block)
-        kept.home = self.memory.home(op)
-        self._differentiate(op, s, kept.weights, kept.graphs)
+    def _backward(self, op: Op, s: StepState) -> None:
+        if op.fate is Fate.RECOMPUTED:
+            self._recompute_and_differentiate(op, s)
+        elif op.fate is Fate.KEPT:
+            self._differentiate(op, s, self.memory.weights(op))
+        else:
+            moved = s.offloaded.pop(op.block)
+            moved.home = self.memory.home(op)
+            self._differentiate(op, s, moved.weights)
 
-    @torch.no_grad()
-    def _differentiate(self, op: Op, s: _Step, weights: Mapping[str, torch.Tensor], graphs: list[Any]) -> None:
+    def _differentiate(self, op: Op, s: StepState, weights: Mapping[str, torch.Tensor]) -> None:
         """Backward of a layer whose graphs are there; each goes as soon as it was used."""
         template, sums = self.decoder.templates[op.block - 1], self.memory.gradients(op)
+        graphs = s.graphs.pop(op.block)
         for m in range(len(s.recordings)):
             hidden, output = graphs[m]
             s.grads[m], grads = template.differentiate(weights, hidden, output, s.grads[m])
@@ -236,104 +275,109 @@ class Executor:
             del hidden, output
             graphs[m] = ()
         self._finish(op, sums)
-        self.counters["recompute_flops"] += 2 * template.num_rebuilt(kept=True) * s.batch.tokens.numel()
+        self._count_recomputed(s, template.num_rebuilt(kept=True))
 
-    @torch.no_grad()
-    def _backward(self, op: Op, s: _Step) -> None:
-        layout, layer = self.memory.layout(op), op.block - 1
-        weights, template = self.memory.weights(op), self.decoder.templates[layer]
-        sums = self.memory.gradients(op)
-        inputs = s.saved.pop(op.block)
+    def _recompute_and_differentiate(self, op: Op, s: StepState) -> None:
+        weights, layer, sums = self.memory.weights(op), op.block - 1, self.memory.gradients(op)
+        template, inputs = self.decoder.templates[layer], s.saved.pop(op.block)
         for m, recording in enumerate(s.recordings):
-            s.grads[m], grads = template.backward(weights, inputs[m], recording.calls[layer], layer, s.grads[m])
+            call = recording.calls[layer]
+            s.grads[m], grads = template.backward(weights, inputs[m], call, layer, s.grads[m])
             sums.add(grads)
         self._finish(op, sums)
-        self.counters["recompute_flops"] += 2 * (layout.num_params + template.num_rebuilt(kept=False)) * s.batch.tokens.numel()
+        rebuilt = template.num_rebuilt(kept=False)
+        self._count_recomputed(s, self.memory.layout(op).num_params + rebuilt)
 
-    @torch.no_grad()
-    def _embed_backward(self, op: Op, s: _Step) -> None:
-        parameters = list(self._outer_parameters.values())
+    def _embed_backward(self, op: Op, s: StepState) -> None:
+        names, parameters = list(self._outer_parameters), list(self._outer_parameters.values())
+        sums = self.memory.gradients(op)
         for recording, grad in zip(s.recordings, s.grads, strict=True):
             if not recording.hidden.requires_grad:  # all that comes before the layers is frozen
                 break
             grads = gradients(recording.hidden, parameters, grad)
-            late = [
-                n
-                for n, g in zip(list(self._outer_parameters)[self._num_embed :], grads[self._num_embed :], strict=True)
-                if g is not None
-            ]
-            assert not late, f"{late} are used before the layers but registered after them"
-            self.memory.outer_gradients[0].add(grads[: self._num_embed])
-        self._finish(op, self.memory.outer_gradients[0])
+            sums.add(grads[: self._num_embed])
+            late = range(self._num_embed, len(grads))
+            found = [names[i] for i in late if grads[i] is not None]
+            assert not found, f"{found} are used before the layers but registered after them"
+        self._finish(op, sums)
         s.recordings.clear()
         s.grads.clear()
 
     def _finish(self, op: Op, sums: Gradients) -> None:
         self._note(op, sums.reached)
         flat = sums.finish()
-        if self.pipeline.clip:
+        if self.blocks.clip:
             self.memory.norms[op.block] = norm_of([flat.view(-1, BLOCK_ALIGNMENT)])
 
     def _note(self, op: Op, reached: tuple[bool, ...]) -> None:
         """Remember, at a block's first backward, what of it is to be updated."""
+        layout = self.memory.layout(op)
         if op.block not in self._trained:
-            stretches, state = self.memory.layout(op).stretches(reached), self.store.states[op.block]
+            stretches, state = layout.stretches(reached), self.store.states[op.block]
             self._parts[op.block] = [(state.part(stretch), stretch) for stretch in stretches]
             self._trained[op.block] = reached
         if self._trained[op.block] != reached:
-            pairs = zip(self.memory.layout(op).fields, reached, self._trained[op.block], strict=True)
+            pairs = zip(layout.fields, reached, self._trained[op.block], strict=True)
             name = next(f.name for f, now, first in pairs if now != first)
             raise ValueError(
-                f"model: {self.decoder.full_name(op.block, name)} gets a gradient in some steps only, allowed are "
-                "parameters that get one in all or in none; choose another model"
+                f"model: {self.decoder.full_name(op.block, name)} gets a gradient in some steps "
+                "only, allowed are parameters that get one in all or in none; choose another model"
             )
 
-    @torch.no_grad()
-    def _clip(self, _: Op, s: _Step) -> None:
+    # Clipping and updates.
+
+    def _clip(self, _: Op, s: StepState) -> None:
         norm = norm_of([self.memory.norms])
         self._decide(s, norm=norm, scale=clip_scale(norm, self.optimizer.recipe.clip_norm))
 
-    def _decide(self, s: _Step, *, norm: torch.Tensor, scale: torch.Tensor) -> None:
-        """One verdict for updates on both sides: the gradients' scale, not finite where the loss or the norm is not."""
+    def _decide(self, s: StepState, *, norm: torch.Tensor, scale: torch.Tensor) -> None:
+        """One verdict for updates on both sides: the gradients' scale, not finite where the loss or
+        the norm is not."""
         scale = scale + 0.0 * s.loss
         self.memory.verdict.copy_(torch.stack((s.loss, norm, scale)), non_blocking=True)
-        if self.pipeline.device_blocks:
+        if self.blocks.device_optimizer:
             self.memory.scale.copy_(scale)
             self._hyper = self._to_device(self.optimizer.hyper_tensor(s.index))
 
-    @torch.no_grad()
-    def _device_step(self, op: Op, _: _Step) -> None:
+    def _update_here(self, op: Op, _: StepState) -> None:
         slab = self.memory.slab(op)
         for state, part in self._parts[op.block]:
-            self.optimizer.device_step(state, slab[part], hyper=self._hyper, scale=self.memory.scale)
-
-    # CPU lane.
-
-    def _keep(self, op: Op, _: _Step) -> None:
-        home = self.store.kept[op.block]
-        home.copy_(self.store.slabs[op.host_slab][: home.numel()])
-
-    def _check(self, _: Op, s: _Step) -> None:
-        loss, norm, scale = self.memory.verdict.tolist()
-        if not math.isfinite(scale):
-            if self.pipeline.clip:
-                raise NonFiniteLossError(f"step {s.index}: loss {loss}, gradient norm {norm}; no optimizer step was taken")
-            raise NonFiniteLossError(
-                f"step {s.index}: loss {loss}; no optimizer step was taken this time, but recipe.clip_norm=0 looks at no gradient: "
-                "an earlier step may have applied one that was not finite; resume a checkpoint, or set recipe.clip_norm"
+            self.optimizer.device_step(
+                state, slab[part], hyper=self._hyper, scale=self.memory.scale
             )
 
-    def _step(self, op: Op, s: _Step) -> None:
-        gradient = self.store.kept[op.block] if op.host_slab < 0 else self.store.slabs[op.host_slab]
+    def _check(self, _: Op, s: StepState) -> None:
+        loss, norm, scale = self.memory.verdict.tolist()
+        if math.isfinite(scale):
+            return
+        if self.blocks.clip:
+            raise NonFiniteLossError(
+                f"step {s.index}: loss {loss}, gradient norm {norm}; no optimizer step was taken"
+            )
+        raise NonFiniteLossError(
+            f"step {s.index}: loss {loss}; no optimizer step was taken this time, but "
+            "recipe.clip_norm=0 looks at no gradient: an earlier step may have applied one that was "
+            "not finite; resume a checkpoint, or set recipe.clip_norm"
+        )
+
+    def _park(self, op: Op, _: StepState) -> None:
+        target = self.store.parked[op.block]
+        target.copy_(self.store.slabs[op.host_slab][: target.numel()])
+
+    def _update(self, op: Op, s: StepState) -> None:
         started, scale = time.perf_counter(), float(self.memory.verdict[2])
-        update = self.optimizer.step_weights if self.pipeline.two_passes else self.optimizer.step
+        two_passes = self.blocks.two_passes
+        update = self.optimizer.step_weights if two_passes else self.optimizer.step
+        gradient = (
+            self.store.parked[op.block] if op.host_slab < 0 else self.store.slabs[op.host_slab]
+        )
         for state, part in self._parts[op.block]:
             update(state, gradient[part], step=s.index, scale=scale)
-        if self.pipeline.two_passes:
+        if two_passes:
             self._late[op.block] = (s.index, scale)
         self.counters["optimizer_s"] += time.perf_counter() - started
 
-    def _moments(self, op: Op, _: _Step) -> None:
+    def _moments(self, op: Op, _: StepState) -> None:
         self._update_moments(op.block)
 
     def _update_moments(self, block: int) -> None:
@@ -341,7 +385,8 @@ class Executor:
             return
         started, (step, scale) = time.perf_counter(), self._late.pop(block)
         for state, part in self._parts[block]:
-            self.optimizer.step_moments(state, self.store.slabs[block][part], step=step, scale=scale)
+            gradient = self.store.slabs[block][part]
+            self.optimizer.step_moments(state, gradient, step=step, scale=scale)
         self.counters["optimizer_s"] += time.perf_counter() - started
 
     def finish_moments(self) -> None:

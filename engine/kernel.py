@@ -20,7 +20,16 @@ from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).parent / "csrc" / "adamw.cpp"
-FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fPIC", "-shared")
+FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=off",
+    "-fPIC",
+    "-shared",
+)
 NAME = "megatrain-bench"
 """Of the folder."""
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -55,7 +64,9 @@ def cache_directory() -> Path:
 @cache
 def _tell(wanted: Path, found: Path) -> None:
     """Once a process."""
-    warnings.warn(f"{wanted} is not yours alone to write: kernels are kept in {found}", stacklevel=3)
+    warnings.warn(
+        f"{wanted} is not yours alone to write: kernels are kept in {found}", stacklevel=3
+    )
 
 
 def _is_private(folder: Path) -> bool:
@@ -82,7 +93,9 @@ def native() -> ctypes.CDLL:
     compiler = shutil.which(asked)
     if compiler is None:
         raise _error(asked, "there is none")
-    key = hashlib.sha256(SOURCE.read_bytes() + " ".join((compiler, *FLAGS)).encode()).hexdigest()[:16]
+    key = hashlib.sha256(SOURCE.read_bytes() + " ".join((compiler, *FLAGS)).encode()).hexdigest()[
+        :16
+    ]
     library = cache_directory() / f"adamw-{key}-{os.uname().machine}.so"
     try:
         if not _is_whole(library):
@@ -90,7 +103,9 @@ def native() -> ctypes.CDLL:
         return ctypes.CDLL(str(library))
     except subprocess.CalledProcessError as error:
         said = error.stderr.strip().splitlines()
-        raise _error(asked, said[-1].strip()[:200] if said else f"exit {error.returncode}") from None
+        raise _error(
+            asked, said[-1].strip()[:200] if said else f"exit {error.returncode}"
+        ) from None
     except OSError as error:
         raise KernelError(
             f"AdamW's kernel could not be kept or loaded ({error}); set XDG_CACHE_HOME to a folder of yours on a local disk"

@@ -55,7 +55,11 @@ class Layout:
         """(first, end) of the padding between parameters and after the last."""
         starts = [f.offset + f.numel for f in self.fields]
         ends = [f.offset for f in self.fields[1:]] + [self.numel]
-        return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end] if starts else [(0, self.numel)]
+        return (
+            [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
+            if starts
+            else [(0, self.numel)]
+        )
 
     def stretches(self, chosen: Sequence[bool]) -> list[slice]:
         """The elements of the `chosen` fields and of the gaps behind them, in as few slices as there can be."""

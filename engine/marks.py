@@ -1,13 +1,13 @@
-"""Begin and end of operations, taken as they are submitted: events on device lanes, the host's clock on the CPU lane.
+"""Begin and end of operations, taken as they are submitted, for timelines.
 
-Invariant: both clocks share one origin, a moment at which nothing runs.
+Invariant: device and host share one origin, a moment at which nothing runs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +23,8 @@ def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 @dataclass(kw_only=True, eq=False)
 class Marks:
-    """Marks around operations since it was made."""
+    """Begin and end of operations since it was made: events on device lanes, the host's clock on the
+    CPU lane."""
 
     origin: torch.cuda.Event
     started_s: float
@@ -38,25 +39,29 @@ class Marks:
         origin.synchronize()
         return cls(origin=origin, started_s=time.perf_counter())
 
-    @contextlib.contextmanager
+    @contextmanager
     def on_device(self, lane: str, label: str, stream: torch.cuda.Stream) -> Iterator[None]:
         """Mark what is enqueued on `stream` inside."""
         start = _event(stream)
         yield
         self._device.append((lane, label, start, _event(stream)))
 
-    @contextlib.contextmanager
+    @contextmanager
     def on_host(self, lane: str, label: str) -> Iterator[None]:
         """Mark what the calling thread does inside."""
         start = time.perf_counter() - self.started_s
         yield
-        self._host.append(Interval(lane=lane, label=label, start_s=start, end_s=time.perf_counter() - self.started_s))
+        end = time.perf_counter() - self.started_s
+        self._host.append(Interval(lane=lane, label=label, start_s=start, end_s=end))
 
     def intervals(self) -> list[Interval]:
         """All of it, in seconds since the origin; the device must be idle."""
-        since = self.origin.elapsed_time
+
+        def since(event: torch.cuda.Event) -> float:
+            return float(self.origin.elapsed_time(event)) / 1e3
+
         device = [
-            Interval(lane=lane, label=label, start_s=since(start) / 1e3, end_s=since(end) / 1e3)
+            Interval(lane=lane, label=label, start_s=since(start), end_s=since(end))
             for lane, label, start, end in self._device
         ]
         return device + self._host

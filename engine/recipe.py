@@ -45,18 +45,28 @@ class Recipe:
                 raise ValueError(f"recipe.{name}: got {value!r}, allowed a finite number; give one")
         for name in ("warmup_steps", "total_steps"):
             if type(getattr(self, name)) is not int:
-                raise ValueError(f"recipe.{name}: got {getattr(self, name)!r}, allowed an integer >= 0; give a number of steps")
+                raise ValueError(
+                    f"recipe.{name}: got {getattr(self, name)!r}, allowed an integer >= 0; give a number of steps"
+                )
         for name in ("lr", "eps"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"recipe.{name}: got {getattr(self, name)}, allowed > 0; give a positive number")
+                raise ValueError(
+                    f"recipe.{name}: got {getattr(self, name)}, allowed > 0; give a positive number"
+                )
         for name in ("weight_decay", "clip_norm", "warmup_steps", "total_steps"):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"recipe.{name}: got {getattr(self, name)}, allowed >= 0; 0 turns it off")
+                raise ValueError(
+                    f"recipe.{name}: got {getattr(self, name)}, allowed >= 0; 0 turns it off"
+                )
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"recipe.{name}: got {getattr(self, name)}, allowed 0 <= beta < 1; 0.9 and 0.999 are usual")
+                raise ValueError(
+                    f"recipe.{name}: got {getattr(self, name)}, allowed 0 <= beta < 1; 0.9 and 0.999 are usual"
+                )
         if self.schedule not in SCHEDULES:
-            raise ValueError(f"recipe.schedule: got {self.schedule!r}, allowed {', '.join(SCHEDULES)}; choose one of these")
+            raise ValueError(
+                f"recipe.schedule: got {self.schedule!r}, allowed {', '.join(SCHEDULES)}; choose one of these"
+            )
         if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
             raise ValueError(
                 f"recipe.total_steps: got {self.total_steps}, allowed > recipe.warmup_steps ({self.warmup_steps}) "

@@ -21,15 +21,15 @@ from typing import Any
 
 import torch
 
-from engine.store import HostStore
 from engine.adamw import BlockState
 from engine.recipe import Recipe
+from engine.store import Store
 
 FORMAT = 2
 STATE, COMMIT = "state.json", "COMMIT"
 
 
-def describe(store: HostStore) -> dict[str, Any]:
+def describe(store: Store) -> dict[str, Any]:
     """What a checkpoint and the store it is loaded into must have in common."""
     spec = store.spec
     return {
@@ -40,11 +40,13 @@ def describe(store: HostStore) -> dict[str, Any]:
     }
 
 
-def save(store: HostStore, directory: Path, step: int, recipe: Recipe) -> None:
+def save(store: Store, directory: Path, step: int, recipe: Recipe) -> None:
     """Write `directory`; ValueError where it exists. step: optimizer steps taken so far."""
     directory = Path(directory)
     if directory.exists():
-        raise ValueError(f"save: {directory} exists, allowed a new directory; choose another name or remove it")
+        raise ValueError(
+            f"save: {directory} exists, allowed a new directory; choose another name or remove it"
+        )
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     whole = scratch / "whole"  # mkdtemp's own mode is 0700 whatever the umask
@@ -57,7 +59,7 @@ def save(store: HostStore, directory: Path, step: int, recipe: Recipe) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _write(store: HostStore, whole: Path, step: int, recipe: Recipe) -> None:
+def _write(store: Store, whole: Path, step: int, recipe: Recipe) -> None:
     files = {}
     for block, state in enumerate(store.states):
         path = _file(whole, block)
@@ -66,14 +68,16 @@ def _write(store: HostStore, whole: Path, step: int, recipe: Recipe) -> None:
         torch.save({"block": block, "tensors": tensors}, path)
         _sync(path)
         files[path.name] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
-    (whole / STATE).write_text(json.dumps(describe(store) | {"step": step, "recipe": asdict(recipe), "files": files}))
+    (whole / STATE).write_text(
+        json.dumps(describe(store) | {"step": step, "recipe": asdict(recipe), "files": files})
+    )
     _sync(whole / STATE)
     (whole / COMMIT).write_text(_digest(whole / STATE))
     _sync(whole / COMMIT)
     _sync(whole)
 
 
-def resume(store: HostStore, directory: Path, recipe: Recipe) -> int:
+def resume(store: Store, directory: Path, recipe: Recipe) -> int:
     """Load `directory` into the store; the optimizer steps taken so far.
 
     ValueError, and a store as it was, where the checkpoint does not fit or a file is not the one that `save` wrote.
@@ -86,9 +90,13 @@ def resume(store: HostStore, directory: Path, recipe: Recipe) -> int:
     for key, expected in wanted.items():
         if found.get(key) != expected:
             got = "other parameters" if key == "blocks" else repr(found.get(key))
-            raise ValueError(f"resume: {directory} has {key} {got}, allowed what this run has; use the checkpoint's own config")
+            raise ValueError(
+                f"resume: {directory} has {key} {got}, allowed what this run has; use the checkpoint's own config"
+            )
     for block in range(len(store.states)):
-        _check_file(_file(directory, block), (found.get("files") or {}).get(_file(directory, block).name))
+        _check_file(
+            _file(directory, block), (found.get("files") or {}).get(_file(directory, block).name)
+        )
     for _ in _blocks(store, directory):  # all, before the first is loaded over what the store has
         pass
     for state, tensors in _blocks(store, directory):
@@ -102,16 +110,22 @@ def resume(store: HostStore, directory: Path, recipe: Recipe) -> int:
 def _check_file(path: Path, expected: Any) -> None:
     """ValueError where the file is not, byte for byte, what the manifest says."""
     if not path.is_file():
-        raise ValueError(f"resume: {path.parent} has no {path.name}, allowed one a block; copy it whole")
+        raise ValueError(
+            f"resume: {path.parent} has no {path.name}, allowed one a block; copy it whole"
+        )
     size = path.stat().st_size
     if not isinstance(expected, dict) or size != expected.get("bytes"):
         allowed = expected.get("bytes") if isinstance(expected, dict) else "none in"
-        raise ValueError(f"resume: {path} has {size} bytes, allowed {allowed} by {STATE}; copy the checkpoint whole")
+        raise ValueError(
+            f"resume: {path} has {size} bytes, allowed {allowed} by {STATE}; copy the checkpoint whole"
+        )
     if _digest(path) != expected.get("sha256"):
-        raise ValueError(f"resume: {path} has other bytes than {STATE} says; copy the checkpoint whole or take another")
+        raise ValueError(
+            f"resume: {path} has other bytes than {STATE} says; copy the checkpoint whole or take another"
+        )
 
 
-def _blocks(store: HostStore, directory: Path) -> Iterator[tuple[BlockState, dict[str, torch.Tensor]]]:
+def _blocks(store: Store, directory: Path) -> Iterator[tuple[BlockState, dict[str, torch.Tensor]]]:
     """(state, what its file has for it) of every block; ValueError where these differ in more than their numbers."""
     for block, state in enumerate(store.states):
         path = _file(directory, block)
@@ -119,9 +133,13 @@ def _blocks(store: HostStore, directory: Path) -> Iterator[tuple[BlockState, dic
             found = torch.load(path, weights_only=True, mmap=True)
             got = (found["block"], _shapes(found["tensors"]))
         except Exception as error:  # of many kinds: pickle, zip, keys and what weights_only refuses
-            raise ValueError(f"resume: {path} is no block of a checkpoint ({type(error).__name__}); take another") from None
+            raise ValueError(
+                f"resume: {path} is no block of a checkpoint ({type(error).__name__}); take another"
+            ) from None
         if got != (block, _shapes(_tensors(state))):
-            raise ValueError(f"resume: {path} has block {got[0]} with {got[1]}, allowed block {block} of this model; take another")
+            raise ValueError(
+                f"resume: {path} has block {got[0]} with {got[1]}, allowed block {block} of this model; take another"
+            )
         yield state, found["tensors"]
 
 
@@ -136,9 +154,16 @@ def _shapes(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 
 def _warn_of_another_recipe(directory: Path, theirs: dict[str, Any], recipe: Recipe) -> None:
     ours = asdict(recipe)
-    other = [f"recipe.{name} {theirs.get(name)!r}, now {value!r}" for name, value in ours.items() if theirs.get(name) != value]
+    other = [
+        f"recipe.{name} {theirs.get(name)!r}, now {value!r}"
+        for name, value in ours.items()
+        if theirs.get(name) != value
+    ]
     if other:
-        warnings.warn(f"resume: {directory} was trained with {'; '.join(other)}; this run goes on with its own", stacklevel=4)
+        warnings.warn(
+            f"resume: {directory} was trained with {'; '.join(other)}; this run goes on with its own",
+            stacklevel=4,
+        )
 
 
 def _file(directory: Path, block: int) -> Path:
@@ -165,9 +190,13 @@ def _description(directory: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
         found = json.loads((directory / STATE).read_text())
     if not isinstance(found, dict) or type(found.get("step")) is not int:
-        raise ValueError(f"resume: {directory} is no checkpoint, allowed a directory that save() wrote; check the path")
+        raise ValueError(
+            f"resume: {directory} is no checkpoint, allowed a directory that save() wrote; check the path"
+        )
     if found.get("format") == FORMAT and not _is_committed(directory):
-        raise ValueError(f"resume: {directory / COMMIT} is not that of {STATE}; copy the checkpoint whole or take another")
+        raise ValueError(
+            f"resume: {directory / COMMIT} is not that of {STATE}; copy the checkpoint whole or take another"
+        )
     return found
 
 

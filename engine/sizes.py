@@ -1,21 +1,25 @@
-"""Closed-form bytes of a run, by kind. Nothing here allocates.
+"""What a step works on, and the bytes it takes, in closed form. Nothing here allocates.
 
-Invariant: every byte that the engine allocates at setup appears here under its own kind, so plan beside
-observed is a comparison and not a guess.
+Invariant: every byte that the engine allocates at setup appears here under its own kind, so that a
+plan beside an observation is a comparison and not a guess.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import partial
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
-from engine.layers.head import num_chunks
-from engine.layout import Layout
-from engine.pipeline import Pipeline
+from engine.blocks import Blocks
+from engine.config import EngineConfig
+from engine.layout import Layout, round_up
+
+PAGE = 4096
+ACTIVATION_MARGIN = 1.05
+"""Pinned activation slabs are this much larger than their closed form."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +55,14 @@ class Widths:
 
     @classmethod
     def of(cls, config: Any) -> Widths:
-        """From a transformers config: of its text model where there are several, of the widest layer where layers differ."""
-        config = config.get_text_config(decoder=True) if hasattr(config, "text_config") else config
+        """From a transformers config: of its text model where there are several, of the widest layer
+        where layers differ."""
+        if hasattr(config, "text_config"):
+            config = config.get_text_config(decoder=True)
         if not getattr(config, "is_heterogeneous", False):
             return cls._of_layer(config)
         each = [cls._of_layer(layer) for layer in config.per_layer_config]
-        return cls(**{f.name: max(getattr(widths, f.name) for widths in each) for f in fields(cls)})
+        return cls(**{f.name: max(getattr(w, f.name) for w in each) for f in fields(cls)})
 
     @classmethod
     def _of_layer(cls, config: Any) -> Widths:
@@ -79,103 +85,291 @@ def _number(config: Any, name: str) -> int:
     return max(value) if isinstance(value, (list, tuple)) else value
 
 
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What every step works on: a model's blocks and the shape of a batch."""
+
+    layouts: Sequence[Layout]
+    """One a block."""
+    widths: Widths
+    dtype: torch.dtype
+    """Of weights and gradients: bfloat16 or float32."""
+    num_micro_batches: int
+    rows: int
+    """Of one micro-batch."""
+    seq_len: int
+    loss_chunk: int
+    """Tokens whose logits are alive at a time."""
+    mlp_chunk: int = 0
+    """Tokens that an MLP takes at a time, fewer than a micro-batch's, or 0 for all of these."""
+    compiled: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of a batch's tokens: (number of micro-batches, rows, seq_len)."""
+        return self.num_micro_batches, self.rows, self.seq_len
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch."""
+        return self.rows * self.seq_len
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a weight and of a gradient."""
+        return self.dtype.itemsize
+
+    @property
+    def num_loss_chunks(self) -> int:
+        """Pieces of a step in which logits are computed; each gives the head one gradient."""
+        pieces = sum(1 for _ in chunks(self.rows, self.seq_len, self.loss_chunk))
+        return pieces * self.num_micro_batches
+
+    @property
+    def largest_layer(self) -> int:
+        """Elements of the largest decoder layer."""
+        return max(layout.numel for layout in self.layouts[1:-1])
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of one micro-batch's hidden states."""
+        return self.tokens * self.widths.hidden * self.itemsize
+
+    def layer_bytes(self, *, backward: bool) -> int:
+        """Bytes of one layer's graph for one micro-batch, as `layer_activation_bytes` counts them."""
+        return layer_activation_bytes(
+            self.widths,
+            self.tokens,
+            self.itemsize,
+            backward=backward,
+            compiled=self.compiled,
+            mlp_chunk=self.mlp_chunk,
+        )
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of one layer's activations, all micro-batches, that its backward needs."""
+        return self.num_micro_batches * self.layer_bytes(backward=False)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of these that can wait on the host: all but the layer's output, which is the next
+        one's input."""
+        return self.kept_bytes - self.num_micro_batches * self.hidden_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreSpec:
+    """Sizes of the store."""
+
+    layouts: Sequence[Layout]
+    """One a block."""
+    dtype: torch.dtype
+    """Of weights and gradients: bfloat16 or float32."""
+    master: str
+    """One of config.MASTERS; a float32 weight is always the master itself."""
+    slabs: Mapping[int, int]
+    """Host gradient slab -> elements."""
+    activations: Mapping[int, int] = field(default_factory=dict)
+    """Offloaded layer -> bytes of its pinned slab for activations."""
+    parked: Sequence[int] = ()
+    """Blocks whose gradients move out of a shared slab and wait in memory of their own."""
+    on_device: int = 0
+    """First blocks whose weights and optimizer state live on the device instead."""
+    pinned: str = "none"
+    """One of config.PINNED; none where there is no device to copy to."""
+
+    @classmethod
+    def of(
+        cls, blocks: Blocks, work: Work, config: EngineConfig, device: torch.device
+    ) -> StoreSpec:
+        """What a step of `blocks` needs."""
+        shared = [block for block in blocks.hosted if blocks.shares_slab(block)]
+        first = blocks.gradient_slabs if blocks.pooled else 0
+        slabs = dict.fromkeys(range(blocks.gradient_slabs), work.largest_layer) if shared else {}
+        for block in blocks.hosted:
+            if block not in shared:
+                slabs[first + block] = work.layouts[block].numel
+        activations = round_up(math.ceil(work.moved_bytes * ACTIVATION_MARGIN), PAGE)
+        return cls(
+            layouts=work.layouts,
+            dtype=work.dtype,
+            master=config.master,
+            slabs=slabs,
+            activations=dict.fromkeys(blocks.offloaded, activations),
+            parked=shared if blocks.deferred else (),
+            on_device=blocks.device_optimizer,
+            pinned=config.pinned if device.type == "cuda" else "none",
+        )
+
+    def buffers(self) -> list[int]:
+        """Bytes of each piece that a DMA touches: weights by block, gradient and activation slabs."""
+        numels = (*self.hosted_numels, *self.slabs.values())
+        return [numel * self.dtype.itemsize for numel in numels] + list(self.activations.values())
+
+    @property
+    def hosted_numels(self) -> list[int]:
+        """Elements of each block on the host, 0 where the block is on the device."""
+        numels = [layout.numel for layout in self.layouts]
+        return [0] * self.on_device + numels[self.on_device :]
+
+    @property
+    def extra_dtype(self) -> torch.dtype | None:
+        """Dtype of what completes the weight to the fp32 master; None where the weight is it."""
+        if self.dtype == torch.float32 or self.master == "bf16":
+            return None
+        return torch.int16 if self.master == "split" else torch.float32
+
+    def host_bytes(self) -> dict[str, int]:
+        """Host bytes by kind, as they will be allocated."""
+        parked = sum(self.layouts[block].numel for block in self.parked)
+        kinds = {
+            "gradients": (sum(self.slabs.values()) + parked) * self.dtype.itemsize,
+            "activations": sum(self.activations.values()),
+        }
+        if self.pinned == "torch":
+            sizes = [size for size in self.buffers() if size]
+            kinds["rounding"] = sum((1 << (size - 1).bit_length()) - size for size in sizes)
+        return self._state_bytes(sum(self.hosted_numels)) | kinds
+
+    def device_state_bytes(self) -> dict[str, int]:
+        """Device bytes, by kind, of the blocks that live there."""
+        return self._state_bytes(sum(layout.numel for layout in self.layouts[: self.on_device]))
+
+    def _state_bytes(self, numel: int) -> dict[str, int]:
+        return {
+            "weights": numel * self.dtype.itemsize,
+            "master": numel * self.extra_dtype.itemsize if self.extra_dtype else 0,
+            "moments": numel * 8,
+        }
+
+
+def chunks(rows: int, seq_len: int, chunk: int) -> Iterator[tuple[slice, slice]]:
+    """(rows, columns) of [rows, seq_len] in pieces of at most `chunk` tokens: whole sequences where
+    they fit."""
+    num_rows, num_columns = max(1, chunk // seq_len), min(seq_len, chunk)
+    for row in range(0, rows, num_rows):
+        for column in range(0, seq_len, num_columns):
+            yield slice(row, row + num_rows), slice(column, column + num_columns)
+
+
 def layer_activation_bytes(
-    config: Any, tokens: int, itemsize: int, *, backward: bool = True, compiled: bool = False, mlp_chunk: int = 0
+    widths: Widths,
+    tokens: int,
+    itemsize: int,
+    *,
+    backward: bool = True,
+    compiled: bool = False,
+    mlp_chunk: int = 0,
 ) -> int:
-    """Bytes that one decoder layer's graph holds, its output too, and where `backward` the temporaries of its backward.
+    """Bytes that one decoder layer's graph holds, its output too, and where `backward` the
+    temporaries of its backward.
 
-    config: a transformers config. Counted for a pre-norm layer with rotary attention through a fused kernel and a dense
-    gated MLP. Eager: each norm keeps an fp32 copy of its input, the normalised and the scaled values; attention its queries,
-    keys, values and output; the MLP gate, activation, up and product; the backward two MLP-wide temporaries. Compiled
-    (template.py): gate and up, queries, keys, values, attention's output and what is added to the residual; the
-    backward rebuilds the rest, four MLP-wide temporaries. Within 1% of the allocator's peaks with layers of the 3B, 7B
-    and 14B shapes at 32,768 tokens.
+    Counted for a pre-norm layer with rotary attention through a fused kernel and a dense gated MLP.
+    Eager: each norm keeps an fp32 copy of its input, the normalised and the scaled values; attention
+    its queries, keys, values and output; the MLP gate, activation, up and product; the backward two
+    MLP-wide temporaries. Compiled (layers/template.py): gate and up, queries, keys, values,
+    attention's output and what is added to the residual; the backward rebuilds the rest, four
+    MLP-wide temporaries. Within 1% of the allocator's peaks with layers of the 3B, 7B and 14B shapes
+    at 32,768 tokens.
 
-    mlp_chunk: tokens that the MLP takes at a time (chunked.py), 0 all. Where it is fewer the layer is eager but for the MLP, of
-    which nothing is kept. Its backward holds a chunk's MLP-wide values, its input's gradient and fp32 sums of its weights'; that
-    of the norm before it, later, five fp32 temporaries, when all but that norm's fp32 copy is gone. The larger is the peak.
+    mlp_chunk: tokens that the MLP takes at a time (layers/chunked.py), 0 all. Where it is fewer the
+    layer is eager but for the MLP, of which nothing is kept. Its backward holds a chunk's MLP-wide
+    values, its input's gradient and fp32 sums of its weights'; that of the norm before it, later,
+    five fp32 temporaries, when all but that norm's fp32 copy is gone. The larger is the peak.
     """
-    w = Widths.of(config)
+    w = widths
     attention = itemsize * 2 * (w.queries + w.keys) + 4 * w.heads  # and the softmax's log-sums
     if 0 < mlp_chunk < tokens:
         kept = attention + 2 * (4 + 2 * itemsize) * w.hidden + itemsize * w.hidden
-        mlp = itemsize * (w.hidden * tokens + (6 * w.inner + w.hidden) * mlp_chunk) + 4 * 3 * w.inner * w.hidden
+        mlp = itemsize * (w.hidden * tokens + (6 * w.inner + w.hidden) * mlp_chunk)
+        sums = 4 * 3 * w.inner * w.hidden
         norm = (5 * 4 - 2 * itemsize) * w.hidden * tokens
-        return tokens * kept + backward * max(mlp, norm)
+        return tokens * kept + (max(mlp + sums, norm) if backward else 0)
     if compiled:
-        kept, temporary = attention + itemsize * 2 * (w.inner + w.hidden), 4 * w.inner + w.hidden
+        kept = attention + itemsize * 2 * (w.inner + w.hidden)
+        temporary = 4 * w.inner + w.hidden
     else:
         norms = 2 * (4 + 2 * itemsize) * w.hidden
-        kept, temporary = attention + norms + itemsize * (4 * w.inner + w.hidden), 2 * w.inner + w.hidden
-    return tokens * (kept + backward * itemsize * temporary)
-
-
-def offloaded_bytes(config: Any, tokens: int, itemsize: int, *, compiled: bool = False, mlp_chunk: int = 0) -> int:
-    """Bytes of a layer's graph that can wait on the host: all but its output, which is the next layer's input."""
-    output = tokens * Widths.of(config).hidden * itemsize
-    return layer_activation_bytes(config, tokens, itemsize, backward=False, compiled=compiled, mlp_chunk=mlp_chunk) - output
+        kept = attention + norms + itemsize * (4 * w.inner + w.hidden)
+        temporary = 2 * w.inner + w.hidden
+    return tokens * (kept + (itemsize * temporary if backward else 0))
 
 
 def logits_bytes(vocab_size: int, tokens: int, itemsize: int, *, compiled: bool = False) -> int:
-    """Bytes of one chunk's logits at their peak: fp32 log-softmax and two gradients; compiled, as computed and one gradient."""
+    """Bytes of one chunk's logits at their peak: fp32 log-softmax and two gradients; compiled, as
+    computed and one gradient."""
     return tokens * vocab_size * (2 * itemsize if compiled else 12)
 
 
-def device_bytes(
-    pipeline: Pipeline,
-    layouts: Sequence[Layout],
-    config: Any,
-    dtype: torch.dtype,
-    shape: tuple[int, int, int],
-    loss_chunk: int,
-    *,
-    compiled: bool = False,
-    mlp_chunk: int = 0,
-) -> dict[str, int]:
-    """Peak device bytes by kind, without optimizer state. shape: (number of micro-batches, rows, seq_len)."""
-    num_micro_batches, rows, seq_len = shape
-    size, tokens = dtype.itemsize, rows * seq_len
-    p, layer = pipeline, max(layout.numel for layout in layouts[1:-1])
-    outer = layouts[0].numel + layouts[-1].numel
-    blocks = range(p.num_blocks)
-    weights, slabs = (
-        sum(layouts[b].numel for b in blocks if owns(b)) + p.depth * layer * (not all(map(owns, blocks)))
-        for owns in (p.owns_weights, p.owns_gradients)
-    )
-    chunked = num_chunks(rows, seq_len, loss_chunk) * num_micro_batches > 1
-    wide = (layer * (num_micro_batches > 1) + outer * chunked) * 4 if dtype != torch.float32 else 0
-    saved = -(-(p.num_layers - p.kept_layers) // p.checkpoint_interval) + p.checkpoint_interval - 1
-    widths = Widths.of(config)
-    hidden = tokens * widths.hidden * size
-    chunk, matrix = min(tokens, loss_chunk), max(layouts[0].numel, layouts[-1].numel)
-    logits = logits_bytes(widths.vocab, chunk, size, compiled=compiled)
-    head = max(logits, (chunk * widths.vocab + matrix) * size)  # then one gradient of the logits and the head's own
-    layer_bytes = partial(layer_activation_bytes, config, tokens, size, compiled=compiled, mlp_chunk=mlp_chunk)
-    kept = num_micro_batches * layer_bytes(backward=False)
-    moved = num_micro_batches * offloaded_bytes(config, tokens, size, compiled=compiled, mlp_chunk=mlp_chunk)
-    graph = layer_bytes() + layer * size  # and a layer's gradients
-    temporary = graph - layer_bytes(backward=False)
-    back = min(p.offloaded_layers, max(1, p.kept_layers)) * moved  # fetched ahead of their backward
-    peaks = [
-        _forward_peak(p, kept, moved),
-        p.kept_layers * kept + head,
-        p.kept_layers * kept + temporary if p.kept_layers else 0,
-        back + (graph if p.kept_layers + p.offloaded_layers < p.num_layers else temporary),
-    ]
+def device_bytes(blocks: Blocks, work: Work) -> dict[str, int]:
+    """Peak device bytes by kind, without optimizer state."""
+    weights = _own_and_ring(blocks, work, [b for b in _all(blocks) if blocks.owns_weights(b)])
+    slabs = _own_and_ring(blocks, work, [b for b in _all(blocks) if blocks.owns_gradients(b)])
+    interval, layers = blocks.checkpoint_interval, blocks.num_streamed
+    saved = -(-layers // interval) + interval - 1
+    kept = blocks.keep_activations * work.kept_bytes
     return {
-        "weights": weights * size,
-        "gradients": slabs * size + wide,
-        "checkpoints": (saved + 2) * num_micro_batches * hidden,
-        "kept": p.kept_layers * kept,
-        "activations": max(peaks) - p.kept_layers * kept,
+        "weights": weights * work.itemsize,
+        "gradients": slabs * work.itemsize + 4 * _summed_numel(work),
+        "checkpoints": (saved + 2) * work.num_micro_batches * work.hidden_bytes,
+        "kept": kept,
+        "activations": max(_peaks(blocks, work)) - kept,
     }
 
 
-def _forward_peak(p: Pipeline, kept: int, moved: int) -> int:
+def _all(blocks: Blocks) -> range:
+    return range(blocks.num_blocks)
+
+
+def _own_and_ring(blocks: Blocks, work: Work, owners: Sequence[int]) -> int:
+    """Elements of blocks with device memory of their own, and of the ring that the others share."""
+    ring = blocks.depth * work.largest_layer if len(owners) < blocks.num_blocks else 0
+    return sum(work.layouts[block].numel for block in owners) + ring
+
+
+def _summed_numel(work: Work) -> int:
+    """Elements of fp32 sums: where a block gets several bf16 gradients a step."""
+    if work.dtype == torch.float32:
+        return 0
+    outer = work.layouts[0].numel + work.layouts[-1].numel
+    layer = work.largest_layer if work.num_micro_batches > 1 else 0
+    return layer + (outer if work.num_loss_chunks > 1 else 0)
+
+
+def _peaks(blocks: Blocks, work: Work) -> list[int]:
+    """Bytes of activations at the four moments that can be the peak: when the forward ends, in the
+    tail, in the backward of a kept layer and in that of another."""
+    kept = blocks.keep_activations * work.kept_bytes
+    whole = work.layer_bytes(backward=True)
+    graph = whole + work.largest_layer * work.itemsize  # and a layer's gradients
+    temporary = graph - work.layer_bytes(backward=False)
+    fetched = min(blocks.offload_activations, max(1, blocks.keep_activations)) * work.moved_bytes
+    all_stay = blocks.keep_activations + blocks.offload_activations >= blocks.num_layers
+    return [
+        _forward_peak(blocks, work),
+        kept + _tail_bytes(work),
+        kept + (temporary if blocks.keep_activations else 0),
+        fetched + (temporary if all_stay else graph),
+    ]
+
+
+def _tail_bytes(work: Work) -> int:
+    """Bytes of a chunk's logits, or of one gradient of the logits and the head's own."""
+    chunk, vocab = min(work.tokens, work.loss_chunk), work.widths.vocab
+    matrix = max(work.layouts[0].numel, work.layouts[-1].numel)
+    logits = logits_bytes(vocab, chunk, work.itemsize, compiled=work.compiled)
+    return max(logits, (chunk * vocab + matrix) * work.itemsize)
+
+
+def _forward_peak(blocks: Blocks, work: Work) -> int:
     """Most bytes at once of kept activations and of those that have not left yet."""
-    drops, held, most = p.drops(), 0, 0
-    for layer in range(1, p.head):
-        held -= moved * sum(due == layer for due in drops.values())
-        held += kept if p.is_kept(layer) else moved if p.is_offloaded(layer) else 0
+    drops, held, most = blocks.drops(), 0, 0
+    for layer in blocks.layers:
+        held -= work.moved_bytes * sum(due == layer for due in drops.values())
+        if layer > blocks.num_streamed:
+            held += work.kept_bytes
+        elif layer in drops:
+            held += work.moved_bytes
         most = max(most, held)
     return most

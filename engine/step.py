@@ -1,21 +1,59 @@
-"""One optimizer step as an ordered list of operations: load, compute, store, evict, stage, fetch, keep, clip, check, step, moments.
+"""THE step: one optimizer step as an ordered list of operations on lanes.
 
-Pure Python: (layers, depth, streams, checkpoint interval, slabs, placement, clipping) -> operations on lanes, with the
-waits between lanes. Invariant: waits are derived from what each operation reads and writes, none is missing
-and none is redundant (tests prove both by an independent happens-before check).
+`Step.operations` writes it down. Every operation says what it reads and what it writes, and
+`engine.waits` derives from that what it waits for on other lanes. Invariant: no wait is missing and
+none is redundant; tests prove both by a happens-before check of their own. Pure Python: `Blocks` in,
+operations out.
 
-    python -m engine 4 2 3 1     # layers, depth, streams, checkpoint interval: print the step
+    python -m engine 3 2 3 1     # layers, depth, streams, checkpoint interval: draw the step
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import count
+from typing import Any
 
-from engine.pipeline import COMPUTE, CPU, D2H, FETCH, H2D, LANES, Pipeline
+from engine.blocks import Blocks, Fate
 from engine.waits import derive
 
-GRADIENT_PHASES = ("tail", "backward", "backward_kept", "backward_offloaded", "embed_backward")
+COMPUTE, H2D, D2H, FETCH, CPU = "compute", "h2d", "d2h", "fetch", "cpu"
+LANES = {
+    1: {COMPUTE: COMPUTE, H2D: COMPUTE, D2H: COMPUTE, FETCH: COMPUTE, CPU: CPU},
+    2: {COMPUTE: COMPUTE, H2D: "copy", D2H: "copy", FETCH: "copy", CPU: CPU},
+    3: {COMPUTE: COMPUTE, H2D: H2D, D2H: D2H, FETCH: FETCH, CPU: CPU},
+}
+"""Number of CUDA streams -> the lane that each kind of work runs on; the CPU worker is always its own."""
+
+
+class Kind(Enum):
+    """What an operation does. The value is its name on timelines, recorded and drawn."""
+
+    EMBED = "compute embed"  # what comes before the layers
+    FORWARD = "compute forward"
+    TAIL = "compute tail"  # final norm, head and loss, forward and backward
+    RECOMPUTE = "compute recompute"  # a layer's forward again, for the input of the next
+    BACKWARD = (
+        "compute backward"  # where activations are recomputed, their forward with a graph too
+    )
+    EMBED_BACKWARD = "compute embed_backward"
+    LOAD = "load"  # a block's weights to the device
+    STORE = "store"  # a block's gradients to the host
+    PARK = "keep"  # gradients out of a shared host slab, which frees it
+    EVICT = "evict"  # a layer's activations to the host
+    DROP = "drop"  # their device memory given up
+    STAGE = "stage"  # device memory for them again
+    FETCH = "fetch"  # and back
+    CLIP = "clip"  # the scale of all gradients, from their global norm
+    CHECK = "check"  # the CPU looks at the loss and the norm: after a bad one it does nothing more
+    UPDATE = "step"  # AdamW on a block, on the CPU; in two passes the weights alone
+    UPDATE_HERE = "step device_step"  # AdamW on a block that lives on the device
+    MOMENTS = "moments"  # the second pass of the step before
+
+
+GRADIENTS = (Kind.TAIL, Kind.BACKWARD, Kind.EMBED_BACKWARD)
 """Computations that leave a block's gradients behind."""
 
 
@@ -23,19 +61,17 @@ GRADIENT_PHASES = ("tail", "backward", "backward_kept", "backward_offloaded", "e
 class Op:
     """One operation on one lane."""
 
-    kind: str
-    """load, compute, store, keep, clip, check, free, step or moments; for activations evict, drop, stage or fetch."""
+    kind: Kind
     block: int
     lane: str
-    phase: str = ""
-    """Of compute: embed, forward, tail, recompute, backward, embed_backward, and forward and backward _kept or _offloaded; of step:
-    device_step."""
+    fate: Fate = Fate.RECOMPUTED
+    """Of the activations, in a layer's forward and backward."""
     slot: int = -1
-    """Device weight slot (load, compute, free) of a layer."""
+    """Device weight slot (load, computations) of a layer without a home."""
     slab: int = -1
-    """Device gradient slab (compute, store) of a layer."""
+    """Device gradient slab (backward, store) of a layer."""
     host_slab: int = -1
-    """Host gradient slab (store, keep, step, moments)."""
+    """Host gradient slab (store, park, update, moments)."""
     reads: frozenset[str] = frozenset()
     writes: frozenset[str] = frozenset()
     waits: tuple[tuple[int, int], ...] = ()
@@ -43,103 +79,248 @@ class Op:
     signals: bool = False
     """Some other lane waits for this operation."""
 
+    @property
+    def label(self) -> str:
+        """How the operation is called on a timeline."""
+        return f"{self.kind.value}{self.fate.value} {self.block}"
+
     def __str__(self) -> str:
-        place = "".join(
-            f" {name}{value}" for name, value in (("slot", self.slot), ("slab", self.slab), ("host", self.host_slab)) if value >= 0
-        )
+        places = (("slot", self.slot), ("slab", self.slab), ("host", self.host_slab))
+        place = " ".join(f"{name} {number}" for name, number in places if number >= 0)
         waits = " ".join(f"#{index}" + ("'" if offset else "") for offset, index in self.waits)
-        return f"{self.lane:8}{self.kind:8}{self.phase:15}block {self.block:<4}{place:20}" + (f"after {waits}" if waits else "")
+        return f"{self.lane:8}{self.label:27}{place:20}" + (f"after {waits}" if waits else "")
 
 
-def build(pipeline: Pipeline) -> tuple[Op, ...]:
-    """The operations of a steady-state step in issue order; a first step ignores the waits on the step before."""
-    plain = list(_operations(pipeline))
+def operations(blocks: Blocks) -> tuple[Op, ...]:
+    """A steady-state step in issue order; a first step ignores the waits on the step before."""
+    plain = list(Step(blocks).operations())
     waits = derive([(op.lane, op.reads, op.writes) for op in plain])
     awaited = {index for found in waits for _, index in found}
-    return tuple(replace(op, waits=waits[i], signals=i in awaited) for i, op in enumerate(plain))
+    found = zip(plain, waits, strict=True)
+    return tuple(replace(op, waits=w, signals=i in awaited) for i, (op, w) in enumerate(found))
 
 
-def _visits(p: Pipeline) -> list[tuple[str, int]]:
-    """(phase, block) of every computation, in order; each needs its block's weights on the device."""
-    layers = range(1, p.num_layers + 1)
-    streamed = p.num_layers - p.kept_layers
-    visits = [("embed", 0), *((f"forward{_suffix(p, i)}", i) for i in layers), ("tail", p.head)]
-    visits += [("backward_kept", i) for i in reversed(layers[streamed:])]
-    for start in reversed(range(1, streamed + 1, p.checkpoint_interval)):
-        group = range(start, min(start + p.checkpoint_interval, streamed + 1))
-        visits += [("recompute", i) for i in group[:-1]]
-        visits += [(f"backward{_suffix(p, i)}", i) for i in reversed(group)]
-    return [*visits, ("embed_backward", 0)]
+@dataclass(frozen=True)
+class Visit:
+    """One computation on one block, and the places that it is given."""
+
+    number: int
+    kind: Kind
+    block: int
+    fate: Fate
+    loads: bool
+    """Whether the block's weights must come to the device for it."""
+    slot: int
+    slab: int
+    host_slab: int
 
 
-def _suffix(p: Pipeline, layer: int) -> str:
-    """What becomes of the layer's activations: kept, offloaded or, without a suffix, recomputed."""
-    return "_kept" if p.is_kept(layer) else "_offloaded" if p.is_offloaded(layer) else ""
+class Step:
+    """Writes a step down. Layers without memory of their own take slots and slabs in turn."""
 
+    def __init__(self, blocks: Blocks) -> None:
+        self.blocks = blocks
+        self.lanes = LANES[blocks.streams]
+        self.visits = list(self._visits())
+        self.host_slab = {v.block: v.host_slab for v in self.visits if v.kind in GRADIENTS}
+        self.drops = blocks.drops()
+        backwards = [v for v in self.visits if v.kind is Kind.BACKWARD]
+        self.to_fetch = [v.block for v in backwards if v.fate is Fate.OFFLOADED]
+        """Layers whose activations are on the host when the backward begins, in its order."""
+        # On a lane shared with stores, loads must be issued a whole buffer ahead, or each would queue
+        # behind a store. Elsewhere one visit ahead is enough, and it keeps the issuing thread from
+        # waiting for an update too early.
+        self.ahead = max(1, blocks.depth - 1) if blocks.streams == 2 else 1
 
-def _operations(p: Pipeline) -> Iterator[Op]:
-    """Operations in issue order, without waits."""
-    lanes, visits, slabs = LANES[p.streams], _visits(p), _Slabs(p)
-    loads = list(_loads(p, visits, lanes))
-    slots = [op.slot if op else -1 for op in loads]
-    # On a lane shared with stores, loads must be issued a whole buffer ahead, or each would queue behind a store.
-    # Elsewhere one visit ahead is enough, and it keeps the issuing thread from waiting for an update too early.
-    ahead = max(1, p.depth - 1) if p.streams == 2 else 1
-    issued, drops = 0, p.drops()
-    waiting = [block for phase, block in visits if phase == "backward_offloaded"]
-    assert not waiting or p.checkpoint_interval == 1, "offloaded activations need a checkpoint interval of 1"
-    yield from _late_moments(p)
-    for n, (phase, block) in enumerate(visits):
-        for dropped in [layer for layer, due in drops.items() if due == n]:
-            yield Op(kind="drop", block=dropped, lane=lanes[COMPUTE], writes=frozenset({f"activations {dropped}"}))
-        if phase == "tail" and not p.kept_layers:
-            yield from _stage_next(waiting, lanes)
-        if n == 0:
-            yield from filter(None, loads[:1])
-            issued = 1
-        slab = slabs.device(phase, block)
-        yield _compute(p, phase, block, slots[n], slab, lanes)
-        if phase == "tail" and not p.clip:
-            yield _check()
-        if phase == "forward_offloaded":
-            yield _evict(block, lanes)
-        if slots[n] >= 0:
-            yield Op(kind="free", block=block, lane=lanes[COMPUTE], slot=slots[n], writes=frozenset({f"slot {slots[n]}"}))
-        yield from filter(None, loads[issued : n + ahead + 1])
-        issued = max(issued, n + ahead + 1)
-        if phase in ("backward_kept", "backward_offloaded"):  # a layer's memory is free: room for another's
-            yield from _stage_next(waiting, lanes)
-        if phase in GRADIENT_PHASES:
-            yield from slabs.store(block, slab, lanes)
-    yield from _finish(p, slabs, lanes)
+    def operations(self) -> Iterator[Op]:
+        """THE step."""
+        yield from self.late_moments()  # of the step before
+        for visit in self.visits:  # embed, forwards, tail, backwards, embed
+            yield from self.drop(visit)  # activations that have left
+            yield from self.fetch_first(visit)
+            yield from self.load_first(visit)
+            yield from self.compute(visit)
+            yield from self.evict(visit)  # its activations, to the host
+            yield from self.load_ahead(visit)  # weights of the visits to come
+            yield from self.fetch(visit)  # activations of a backward to come
+            yield from self.store(visit)  # its gradients; without clipping its update too
+        yield from self.clip()
+        yield from self.updates()  # in the order in which the next forward needs them
 
+    # The order of computations.
 
-def _loads(p: Pipeline, visits: list[tuple[str, int]], lanes: dict[str, str]) -> Iterator[Op | None]:
-    """The load that each visit needs; layers take slots in ring order, embed and head own their device memory."""
-    num_layer_loads = 0
-    for phase, block in visits:
-        if p.on_device(block) or phase in ("embed_backward", "backward_kept"):  # there already
-            yield None
-        elif not p.owns_weights(block):
-            yield _load(p, block, num_layer_loads % p.depth, lanes)
-            num_layer_loads += 1
-        else:
-            yield _load(p, block, -1, lanes)
+    def _visits(self) -> Iterator[Visit]:
+        """Every computation in order, with the next slot and slabs of each ring."""
+        b, slots, slabs, host_slabs = self.blocks, count(), count(), count()
+        for number, (kind, block, fate) in enumerate(self._computations()):
+            here = kind is Kind.EMBED_BACKWARD or b.on_device(block)
+            loads = not here and not (kind is Kind.BACKWARD and fate is Fate.KEPT)
+            passes = kind in GRADIENTS and not b.owns_gradients(block)
+            slot = next(slots) % b.depth if loads and not b.owns_weights(block) else -1
+            slab = next(slabs) % b.depth if passes else -1
+            host_slab = self._host_slab(kind, block, host_slabs)
+            yield Visit(number, kind, block, fate, loads, slot, slab, host_slab)
 
+    def _computations(self) -> Iterator[tuple[Kind, int, Fate]]:
+        b, interval = self.blocks, self.blocks.checkpoint_interval
+        assert interval == 1 or not b.offload_activations, "offloaded activations need interval 1"
+        yield Kind.EMBED, 0, Fate.RECOMPUTED
+        for layer in b.layers:
+            yield Kind.FORWARD, layer, b.fate(layer)
+        yield Kind.TAIL, b.head, Fate.RECOMPUTED
+        for layer in reversed(b.layers[b.num_streamed :]):
+            yield Kind.BACKWARD, layer, Fate.KEPT
+        for start in reversed(range(1, b.num_streamed + 1, interval)):
+            group = range(start, min(start + interval, b.num_streamed + 1))
+            for layer in group[:-1]:
+                yield Kind.RECOMPUTE, layer, Fate.RECOMPUTED
+            for layer in reversed(group):
+                yield Kind.BACKWARD, layer, b.fate(layer)
+        yield Kind.EMBED_BACKWARD, 0, Fate.RECOMPUTED
 
-def _evict(block: int, lanes: dict[str, str]) -> Op:
-    """A layer's activations to the host."""
-    reads, writes = frozenset({f"activations {block}"}), frozenset({f"host activations {block}"})
-    return Op(kind="evict", block=block, lane=lanes[D2H], reads=reads, writes=writes)
+    def _host_slab(self, kind: Kind, block: int, turns: Iterator[int]) -> int:
+        """The block's own, numbered as the block after the pool, or the pool's next."""
+        b = self.blocks
+        if kind not in GRADIENTS or b.on_device(block):
+            return -1
+        if b.shares_slab(block):
+            return next(turns) % b.gradient_slabs
+        return block + (b.gradient_slabs if b.pooled else 0)
 
+    # Weights.
 
-def _stage_next(waiting: list[int], lanes: dict[str, str]) -> Iterator[Op]:
-    """Device memory for the next layer's activations, and the copy that brings them back."""
-    if waiting:
-        block = waiting.pop(0)
-        there, here = frozenset({f"host activations {block}"}), frozenset({f"activations {block}"})
-        yield Op(kind="stage", block=block, lane=lanes[COMPUTE], writes=here)
-        yield Op(kind="fetch", block=block, lane=lanes[FETCH], reads=there, writes=here)
+    def load_first(self, visit: Visit) -> Iterator[Op]:
+        """The weights of the step's first visit."""
+        if visit.number == 0:
+            yield from self._load(visit)
+
+    def load_ahead(self, visit: Visit) -> Iterator[Op]:
+        """The weights of the visit that is `ahead` of this one; after the first, of all up to it."""
+        start = 1 if visit.number == 0 else visit.number + self.ahead
+        for coming in self.visits[start : visit.number + self.ahead + 1]:
+            yield from self._load(coming)
+
+    def _load(self, visit: Visit) -> Iterator[Op]:
+        if visit.loads:
+            reads = [f"host weights {visit.block}", *self._updates_done()]
+            writes = [_weights(visit.block, visit.slot)]
+            yield self._op(Kind.LOAD, visit.block, H2D, reads, writes, slot=visit.slot)
+
+    def _updates_done(self) -> list[str]:
+        """What a step's first operations read, and updates write, where it must not begin before
+        every update of the last one is done."""
+        return [] if self.blocks.optimizer_overlap else ["updates"]
+
+    # Computations.
+
+    def compute(self, visit: Visit) -> Iterator[Op]:
+        """The visit's computation. Without clipping the loss alone decides about the updates."""
+        kind, block, places = visit.kind, visit.block, {"slot": visit.slot, "slab": visit.slab}
+        reads, writes = [_weights(block, visit.slot)], list[str]()
+        if kind is Kind.EMBED:
+            reads += self._updates_done()
+        elif kind is Kind.TAIL:
+            reads.append("device weights 0")  # tied embeddings, whose gradient begins here
+            writes += ["device gradients 0", f"device gradients {block}"]
+            writes += [] if self.blocks.clip else ["verdict"]
+        elif kind in GRADIENTS:
+            writes.append(_gradients(block, visit.slab))
+        if visit.fate is Fate.OFFLOADED:
+            # In the backward too: compiled code may use what it reads last as scratch.
+            writes.append(f"activations {block}")
+        yield self._op(kind, block, COMPUTE, reads, writes, fate=visit.fate, **places)
+        if kind is Kind.TAIL and not self.blocks.clip:
+            yield self._check()
+
+    # Activations.
+
+    def evict(self, visit: Visit) -> Iterator[Op]:
+        """An offloaded layer's activations to the host, once its forward has made them."""
+        if visit.kind is Kind.FORWARD and visit.fate is Fate.OFFLOADED:
+            here, there = f"activations {visit.block}", f"host activations {visit.block}"
+            yield self._op(Kind.EVICT, visit.block, D2H, [here], [there])
+
+    def drop(self, visit: Visit) -> Iterator[Op]:
+        """Device memory of activations that must have left before this forward, or the loss."""
+        if visit.kind in (Kind.FORWARD, Kind.TAIL):
+            for layer in [layer for layer, due in self.drops.items() if due == visit.block]:
+                yield self._op(Kind.DROP, layer, COMPUTE, [], [f"activations {layer}"])
+
+    def fetch_first(self, visit: Visit) -> Iterator[Op]:
+        """Before the tail where nothing is kept: what the first backward needs."""
+        if visit.kind is Kind.TAIL and not self.blocks.keep_activations:
+            yield from self._fetch_next()
+
+    def fetch(self, visit: Visit) -> Iterator[Op]:
+        """After a backward that gave up its activations there is room for another layer's."""
+        if visit.kind is Kind.BACKWARD and visit.fate is not Fate.RECOMPUTED:
+            yield from self._fetch_next()
+
+    def _fetch_next(self) -> Iterator[Op]:
+        if self.to_fetch:
+            layer = self.to_fetch.pop(0)
+            here, there = f"activations {layer}", f"host activations {layer}"
+            yield self._op(Kind.STAGE, layer, COMPUTE, [], [here])
+            yield self._op(Kind.FETCH, layer, FETCH, [there], [here])
+
+    # Gradients and updates.
+
+    def store(self, visit: Visit) -> Iterator[Op]:
+        """Gradients to the host; then the update or, where it must wait and the slab is shared, the
+        copy that frees the slab."""
+        if visit.kind not in GRADIENTS:
+            return
+        block, host, b = visit.block, visit.host_slab, self.blocks
+        if not b.on_device(block):
+            here, there = _gradients(block, visit.slab), f"host slab {host}"
+            places = {"slab": visit.slab, "host_slab": host}
+            yield self._op(Kind.STORE, block, D2H, [here], [there], **places)
+            if b.deferred and b.shares_slab(block):
+                parked = f"host gradients {block}"
+                yield self._op(Kind.PARK, block, CPU, [there], [parked], host_slab=host)
+        if not b.deferred:
+            yield self._update(block)
+
+    def clip(self) -> Iterator[Op]:
+        """The scale of all gradients, once the last is there."""
+        if self.blocks.clip:
+            yield self._op(Kind.CLIP, -1, COMPUTE, [], ["verdict"])
+            yield self._check()
+
+    def _check(self) -> Op:
+        return self._op(Kind.CHECK, -1, CPU, ["verdict"], [])
+
+    def updates(self) -> Iterator[Op]:
+        """Those that waited for the whole backward."""
+        if self.blocks.deferred:
+            yield from (self._update(block) for block in range(self.blocks.num_blocks))
+
+    def _update(self, block: int) -> Op:
+        """AdamW on one block, from its slab or from where its gradients were parked."""
+        if self.blocks.on_device(block):
+            reads, writes = [f"device gradients {block}"], [f"device weights {block}"]
+            return self._op(Kind.UPDATE_HERE, block, COMPUTE, reads, writes)
+        parked = self.blocks.deferred and self.blocks.shares_slab(block)
+        slab = -1 if parked else self.host_slab[block]
+        gradients = f"host gradients {block}" if parked else f"host slab {slab}"
+        moments = f"host moments {block}"
+        writes = [f"host weights {block}", *self._updates_done()]
+        writes += [] if self.blocks.two_passes else [moments]
+        reads = [gradients, "verdict", moments]
+        return self._op(Kind.UPDATE, block, CPU, reads, writes, host_slab=slab)
+
+    def late_moments(self) -> Iterator[Op]:
+        """The last step's moments, in the order in which the backward needs the slabs."""
+        if self.blocks.two_passes:
+            for block in reversed(self.blocks.hosted):
+                reads, writes = [f"host slab {block}"], [f"host moments {block}"]
+                yield self._op(Kind.MOMENTS, block, CPU, reads, writes, host_slab=block)
+
+    def _op(
+        self, kind: Kind, block: int, lane: str, reads: list[str], writes: list[str], **places: Any
+    ) -> Op:
+        op = Op(kind=kind, block=block, lane=self.lanes[lane], **places)
+        return replace(op, reads=frozenset(reads), writes=frozenset(writes))
 
 
 def _weights(block: int, slot: int) -> str:
@@ -148,144 +329,3 @@ def _weights(block: int, slot: int) -> str:
 
 def _gradients(block: int, slab: int) -> str:
     return f"slab {slab}" if slab >= 0 else f"device gradients {block}"
-
-
-def _after_updates(p: Pipeline) -> set[str]:
-    """What the first operations of a step read where it must not begin before every update of the last one is done."""
-    return set() if p.overlap else {"updates"}
-
-
-def _load(p: Pipeline, block: int, slot: int, lanes: dict[str, str]) -> Op:
-    return Op(
-        kind="load",
-        block=block,
-        slot=slot,
-        lane=lanes[H2D],
-        reads=frozenset({f"host weights {block}"} | _after_updates(p)),
-        writes=frozenset({_weights(block, slot)}),
-    )
-
-
-def _compute(p: Pipeline, phase: str, block: int, slot: int, slab: int, lanes: dict[str, str]) -> Op:
-    reads, writes = {_weights(block, slot)}, set()
-    if phase == "embed":
-        reads |= _after_updates(p)
-    if phase == "tail":
-        reads.add("device weights 0")  # tied embeddings, whose gradient begins here
-        writes |= {"device gradients 0", f"device gradients {block}"}
-        if not p.clip:
-            writes.add("verdict")
-    elif phase in GRADIENT_PHASES:
-        writes.add(_gradients(block, slab))
-    if phase.endswith("_offloaded"):
-        writes.add(f"activations {block}")  # in the backward too: compiled code may use what it reads last as scratch
-    return Op(
-        kind="compute",
-        phase=phase,
-        block=block,
-        slot=slot,
-        slab=slab,
-        lane=lanes[COMPUTE],
-        reads=frozenset(reads),
-        writes=frozenset(writes),
-    )
-
-
-def _finish(p: Pipeline, slabs: _Slabs, lanes: dict[str, str]) -> Iterator[Op]:
-    """The clipping scale, and the updates that waited for it, in the order in which the next forward needs them."""
-    if p.clip:
-        yield Op(kind="clip", block=-1, lane=lanes[COMPUTE], writes=frozenset({"verdict"}))
-        yield _check()
-    for block in range(p.num_blocks) if p.deferred else ():
-        yield slabs.step(block, lanes)
-
-
-def _late_moments(p: Pipeline) -> Iterator[Op]:
-    """The last step's moments, in the order in which the backward needs the slabs."""
-    for block in reversed(range(p.device_blocks, p.num_blocks)) if p.two_passes else ():
-        gradients, moments = frozenset({f"host slab {block}"}), frozenset({f"host moments {block}"})
-        yield Op(kind="moments", block=block, host_slab=block, lane=CPU, reads=gradients, writes=moments)
-
-
-def _check() -> Op:
-    """The CPU lane looks at the loss (and norm): after a bad one it does nothing more."""
-    return Op(kind="check", block=-1, lane=CPU, reads=frozenset({"verdict"}))
-
-
-class _Slabs:
-    """Hands out device and host gradient slabs in ring order."""
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        self.p = pipeline
-        self.num_device = self.num_host = 0
-        self.held: dict[int, int] = {}
-
-    def device(self, phase: str, block: int) -> int:
-        """Next device slab for a layer's backward, else -1 (other blocks own theirs)."""
-        if phase not in GRADIENT_PHASES or self.p.owns_gradients(block):
-            return -1
-        self.num_device += 1
-        return (self.num_device - 1) % self.p.depth
-
-    def store(self, block: int, slab: int, lanes: dict[str, str]) -> Iterator[Op]:
-        """Gradients out; then the update or, where it is deferred and the slab is shared, the copy that frees the slab."""
-        if self.p.on_device(block):
-            if not self.p.deferred:
-                yield self.step(block, lanes)
-            return
-        host = self._host(block)
-        yield Op(
-            kind="store",
-            block=block,
-            slab=slab,
-            host_slab=host,
-            lane=lanes[D2H],
-            reads=frozenset({_gradients(block, slab)}),
-            writes=frozenset({f"host slab {host}"}),
-        )
-        if not self.p.deferred:
-            yield self.step(block, lanes)
-        elif self._shared(block):
-            yield Op(
-                kind="keep",
-                block=block,
-                host_slab=host,
-                lane=lanes[CPU],
-                reads=frozenset({f"host slab {host}"}),
-                writes=frozenset({f"host gradients {block}"}),
-            )
-
-    def step(self, block: int, lanes: dict[str, str]) -> Op:
-        """AdamW on one block, from its slab or, deferred and with a shared slab, from where it was kept."""
-        if self.p.on_device(block):
-            return Op(
-                kind="step",
-                phase="device_step",
-                block=block,
-                lane=lanes[COMPUTE],
-                reads=frozenset({f"device gradients {block}"}),
-                writes=frozenset({f"device weights {block}"}),
-            )
-        kept = self.p.deferred and self._shared(block)
-        slab = self.held[block]
-        moments = frozenset({f"host moments {block}"})
-        return Op(
-            kind="step",
-            block=block,
-            host_slab=-1 if kept else slab,
-            lane=lanes[CPU],
-            reads=frozenset({f"host gradients {block}" if kept else f"host slab {slab}", "verdict"}) | moments,
-            writes=frozenset({f"host weights {block}"} | _after_updates(self.p)) | (frozenset() if self.p.two_passes else moments),
-        )
-
-    def _shared(self, block: int) -> bool:
-        return self.p.pooled and self.p.is_layer(block)
-
-    def _host(self, block: int) -> int:
-        """The slab of a block: its own (numbered as the block, after the pool), or the pool's next."""
-        if self._shared(block):
-            self.held[block] = self.num_host % self.p.gradient_slabs
-            self.num_host += 1
-        else:
-            self.held[block] = block + (self.p.gradient_slabs if self.p.pooled else 0)
-        return self.held[block]

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from engine.pipeline import COMPUTE
-from engine.step import Op
+from engine.step import COMPUTE, Kind, Op
 
 ROUNDS = 4
 """Steps to simulate; from the third on a step repeats the one before."""
-FIRST = "compute embed "
+FIRST = f"{Kind.EMBED.value} "
 """Label with which a step begins."""
 
 
@@ -41,16 +40,13 @@ class Timeline:
 
     def hidden_share(self, lane: str) -> float | None:
         """Share of a lane's work that runs while the compute lane works; None where it does nothing."""
-        mine, computing = (_merged(i for i in self.intervals if i.lane == name) for name in (lane, COMPUTE))
+        mine, computing = (
+            _merged(i for i in self.intervals if i.lane == name) for name in (lane, COMPUTE)
+        )
         if not mine:
             return None
         both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in mine for b in computing)
         return both / _length(mine)
-
-
-def label_of(op: Op) -> str:
-    """How an operation is called on a timeline."""
-    return f"{op.kind} {op.phase} {op.block}".replace("  ", " ")
 
 
 def simulate(ops: Sequence[Op], seconds: Callable[[Op], float]) -> Timeline:
@@ -70,11 +66,17 @@ def _run(ops: Sequence[Op], seconds: Callable[[Op], float], num_steps: int) -> l
     for _ in range(num_steps):
         ends: list[float] = []
         for op, duration in zip(ops, durations, strict=True):
-            awaited = [(ends if offset == 0 else before)[index] for offset, index in op.waits if offset == 0 or before]
+            awaited = [
+                (ends if offset == 0 else before)[index]
+                for offset, index in op.waits
+                if offset == 0 or before
+            ]
             start = max([free[op.lane], *awaited])
             free[op.lane] = start + duration
             ends.append(start + duration)
-            found.append(Interval(lane=op.lane, label=label_of(op), start_s=start, end_s=start + duration))
+            found.append(
+                Interval(lane=op.lane, label=op.label, start_s=start, end_s=start + duration)
+            )
         before = ends
     return found
 
@@ -83,14 +85,18 @@ def last_step(intervals: Sequence[Interval]) -> Timeline:
     """The last whole step among the intervals of several. Raises ValueError where fewer than two begin."""
     starts = sorted(i.start_s for i in intervals if i.label.startswith(FIRST))
     if len(starts) < 2:
-        raise ValueError(f"timeline: got {len(starts)} steps, allowed at least 2; record more steps")
+        raise ValueError(
+            f"timeline: got {len(starts)} steps, allowed at least 2; record more steps"
+        )
     start, end = starts[-2:]
     inside = (
         replace(i, start_s=max(i.start_s, start) - start, end_s=min(i.end_s, end) - start)
         for i in intervals
         if i.end_s > start and i.start_s < end and i.end_s > i.start_s
     )
-    return Timeline(step_s=end - start, intervals=tuple(sorted(inside, key=lambda i: (i.lane, i.start_s))))
+    return Timeline(
+        step_s=end - start, intervals=tuple(sorted(inside, key=lambda i: (i.lane, i.start_s)))
+    )
 
 
 def _merged(intervals: Iterable[Interval]) -> list[tuple[float, float]]:

@@ -20,7 +20,9 @@ def derive(operations: Sequence[Access]) -> list[Waits]:
     tracker, size = _Tracker(), len(operations)
     rounds = [[tracker.place(*operation) for operation in operations] for _ in range(3)]
     waits = [tuple((index // size - 2, index % size) for index in found) for found in rounds[2]]
-    assert all(offset >= -1 for found in waits for offset, _ in found), "a wait reaches back more than one round"
+    assert all(offset >= -1 for found in waits for offset, _ in found), (
+        "a wait reaches back more than one round"
+    )
     return waits
 
 

@@ -44,7 +44,7 @@ NUM_STEPS = 3
 SHAPE = (2, 2, 23)
 """Micro-batches, rows, tokens; with `loss_chunk` a row's loss comes in two pieces of unlike length."""
 RECIPE = Recipe(lr=1e-3, weight_decay=0.1)
-CONFIG = EngineConfig(checkpoint_interval=2, loss_chunk=17, num_threads=1, poison=True)
+CONFIG = EngineConfig(checkpoint_interval=2, loss_chunk=17, num_threads=1)
 DTYPES = (torch.float32, torch.bfloat16)
 LOSS = {torch.float32: 1e-6, torch.bfloat16: 1e-3}
 """Largest relative difference of a loss that agrees."""

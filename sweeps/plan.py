@@ -112,18 +112,11 @@ def memory_lines(kinds: Mapping[str, int], has: int | None) -> list[str]:
 
 def layer_map(engine: MegaTrain) -> list[str]:
     """One letter a block: where its weights and optimizer state live, and whether its activations are kept."""
-    p = engine.pipeline
-
-    def letter(block: int) -> str:
-        kept = p.is_kept(block)
-        if p.is_offloaded(block):
-            return "O" if not p.on_device(block) else "P"
-        return ("B" if kept else "D") if p.on_device(block) else ("K" if kept else "·")
-
-    letters = "".join(map(letter, range(p.num_blocks)))
-    every = f", an input kept every {p.checkpoint_interval} layers" if p.checkpoint_interval > 1 else ""
+    letters = "".join(map(engine.blocks.letter, range(engine.blocks.num_blocks)))
+    between = engine.blocks.checkpoint_interval
+    every = f", an input kept every {between} layers" if between > 1 else ""
     return [
-        f"  {letters[0]} {letters[1:-1]} {letters[-1]}   (embed, {p.num_layers} layers, head{every})",
+        f"  {letters[0]} {letters[1:-1]} {letters[-1]}   (embed, {len(letters) - 2} layers, head{every})",
         "  · streamed, recomputed   K activations kept   O offloaded   D weights and optimizer on the device   B D+K   P D+O",
     ]
 

@@ -16,13 +16,14 @@ import torch
 
 from engine import MegaTrain
 from engine.layers.decoder import tensors
-from engine.step import Op
+from engine.step import Kind, Op
 
 NAN = torch.tensor([0xA1, 0x7F], dtype=torch.uint8)
 """Two bytes of which bf16 and fp32 are NaN, of the kind that any arithmetic changes: an update in place shows."""
-COMPUTING = ("compute", "clip", "drop", "stage", "free", "device_step")
-"""Kinds (or phases of a step) that pass values to one another on the compute lane."""
-UPDATING = ("step", "moments")
+COMPUTING = (Kind.EMBED, Kind.FORWARD, Kind.TAIL, Kind.RECOMPUTE, Kind.BACKWARD, Kind.EMBED_BACKWARD)
+COMPUTING += (Kind.CLIP, Kind.DROP, Kind.STAGE, Kind.UPDATE_HERE)
+"""Kinds that pass values to one another on the compute lane."""
+UPDATING = (Kind.UPDATE, Kind.MOMENTS)
 """Kinds that pass values to one another on the CPU lane."""
 VIRTUAL = frozenset({"updates"})
 """Names that order operations and stand for no memory."""
@@ -34,10 +35,9 @@ class UndeclaredError(AssertionError):
 
 def declared_only(engine: MegaTrain) -> MegaTrain:
     """The engine, set up, with every handler guarded."""
-    executor = engine._executor
-    assert executor is not None
-    for name in {f"_{op.phase or op.kind}" for op in executor.ops}:
-        setattr(executor, name, _guarded(executor, getattr(executor, name)))
+    executor = engine.executor
+    for kind, handler in executor.handlers.items():
+        executor.handlers[kind] = _guarded(executor, handler)
     return engine
 
 
@@ -61,12 +61,11 @@ class _Guard:
 
     def __init__(self, executor: Any, op: Op, s: Any) -> None:
         self.executor, self.op, self.s = executor, op, s
-        kind = op.phase if op.phase == "device_step" else op.kind
-        self.computes, self.updates = kind in COMPUTING, kind in UPDATING and kind != "device_step"
+        self.computes, self.updates = op.kind in COMPUTING, op.kind in UPDATING
         declared = op.reads | op.writes
         unknown = {n for n in declared - VIRTUAL if n.split(" ")[0] != "activations"} - set(self._resources())
         assert not unknown, f"{op} declares {unknown}, which are no memory"
-        self.mine = {b for b in range(executor.pipeline.num_blocks) if f"activations {b}" in declared}
+        self.mine = {b for b in range(executor.blocks.num_blocks) if f"activations {b}" in declared}
         lane = {"the compute lane's values"} if self.computes else set()
         resources = self._resources()
         self.hidden = [(n, t, t.clone()) for n, ts in resources.items() if n not in declared | lane for t in ts]
@@ -81,20 +80,20 @@ class _Guard:
 
     def _resources(self) -> dict[str, list[torch.Tensor]]:
         """Name -> the bytes of its memory. No write to them counts as one for autograd, which looks at versions."""
-        memory, store, p = self.executor.memory, self.executor.store, self.executor.pipeline
-        found = {f"slot {i}": [t] for i, t in enumerate(memory.slots.buffers)}
+        memory, store, blocks = self.executor.memory, self.executor.store, self.executor.blocks
+        found = {f"slot {i}": [t] for i, t in enumerate(memory.slots)}
         found |= {f"slab {i}": [t] for i, t in enumerate(memory._slabs)}
         found |= {f"device gradients {b}": [t] for b, t in memory._own_slabs.items()}
         found |= {f"device weights {b}": [t] for b, t in memory._homes.items()}
         for block, state in enumerate(store.states):
             master = [t for t in (state.weight, state.extra) if t is not None]
             moments = [state.exp_avg, state.exp_avg_sq]
-            if p.on_device(block):
+            if blocks.on_device(block):
                 found[f"device weights {block}"] = [*master, *moments]
             else:
                 found |= {f"host weights {block}": master, f"host moments {block}": moments}
         found |= {f"host slab {i}": [t] for i, t in store.slabs.items()}
-        found |= {f"host gradients {b}": [t] for b, t in store.kept.items()}
+        found |= {f"host gradients {b}": [t] for b, t in store.parked.items()}
         found |= {f"host activations {b}": [t] for b, t in store.activations.items()}
         found |= {f"activations {b}": kept._pieces for b, kept in self.s.offloaded.items()}
         wide = [memory._layer_wide, *(g._sums[0]._base for g in memory.outer_gradients.values() if g._wide)]
@@ -112,8 +111,7 @@ class _Guard:
         others = {block: kept for block, kept in self.offloaded.items() if block not in self.mine}
         self.s.offloaded = others | self.s.offloaded
         self.executor._late = self.late
-        results = () if self.op.kind == "free" else self._results()  # which may poison its slot
-        return touched + [f"what is NaN now in {name}" for name, tensor in results if _has_nan(tensor)]
+        return touched + [f"what is NaN now in {name}" for name, tensor in self._results() if _has_nan(tensor)]
 
     def _results(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What the operation may have written, as numbers."""

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine import Batch, EngineConfig, MegaTrain, Rates, Recipe
+from tests.twin import poisoned
 
 COMMON = {
     "hidden_size": 32,
@@ -49,8 +50,10 @@ def make_batch(seed: int, *, micro_batches: int = 1, rows: int = 2, seq_len: int
     return Batch(tokens=tokens[..., :-1].contiguous(), labels=tokens[..., 1:].contiguous())
 
 
-def make_engine(model: nn.Module, *, recipe: Recipe | None = None, batch: Batch | None = None, **arguments: Any) -> MegaTrain:
-    """An engine over a fresh copy of `model`'s configuration, loaded with its weights."""
+def make_engine(
+    model: nn.Module, *, recipe: Recipe | None = None, batch: Batch | None = None, poison: bool = False, **arguments: Any
+) -> MegaTrain:
+    """An engine over a fresh copy of `model`'s configuration, loaded with its weights. poison: see tests/twin.py."""
     batch = batch or make_batch(0)
     num_micro_batches, rows, seq_len = batch.tokens.shape
     names = set(EngineConfig.__dataclass_fields__)
@@ -70,7 +73,7 @@ def make_engine(model: nn.Module, *, recipe: Recipe | None = None, batch: Batch 
         **{"dtype": dtype} | rest,
     )
     engine.setup(weights_of(model))
-    return engine
+    return poisoned(engine) if poison else engine
 
 
 def plain_loss(model: nn.Module, batch: Batch) -> torch.Tensor:

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from engine.layers.compiled import Grads, JointPull, Weights
 from engine.config import RefusedError
-from engine.slots import gradients
+from engine.layers.autograd import gradients
+from engine.layers.compiled import Grads, JointPull, Weights
 
 
 class ChunkedMLP:
@@ -27,7 +27,10 @@ class ChunkedMLP:
         mlp = getattr(layer, "mlp", None)
         if not isinstance(mlp, nn.Module):
             raise _refusal(chunk, layer, "has no mlp")
-        self.module, self._chunk = copy.copy(mlp), chunk  # the copy shares its parameters and keeps its forward
+        self.module, self._chunk = (
+            copy.copy(mlp),
+            chunk,
+        )  # the copy shares its parameters and keeps its forward
         self._names = [name for name, _ in mlp.named_parameters()]
         self.num_params = sum(parameter.numel() for parameter in mlp.parameters())
         self.run: Callable[..., torch.Tensor] = self._run
@@ -41,10 +44,14 @@ class ChunkedMLP:
     def compile(self) -> None:
         """Compile a chunk's forward, and its recomputation with its backward."""
         self.run = torch.compile(self._run, dynamic=False)
-        joint = JointPull(lambda weights, piece, *_: self._run(weights, piece), type(self.module).__name__)
+        joint = JointPull(
+            lambda weights, piece, *_: self._run(weights, piece), type(self.module).__name__
+        )
 
         def pull(weights: Weights, piece: torch.Tensor, grad_output: torch.Tensor) -> Grads:
-            return joint(weights, piece, (), {}, grad_output) or self._pull(weights, piece, grad_output)
+            return joint(weights, piece, (), {}, grad_output) or self._pull(
+                weights, piece, grad_output
+            )
 
         self.pull = pull
 
@@ -57,7 +64,9 @@ class ChunkedMLP:
     def pieces(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
         """[1, chunk, hidden] views of [..., hidden]; the last may be shorter."""
         row = values.detach().view(1, -1, values.shape[-1])
-        return [row[:, start : start + self._chunk] for start in range(0, row.shape[1], self._chunk)]
+        return [
+            row[:, start : start + self._chunk] for start in range(0, row.shape[1], self._chunk)
+        ]
 
     def named(self, weights: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The MLP's parameters, given in its order, as leaves of their own."""
@@ -84,7 +93,9 @@ class ChunkedMLP:
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mlp: ChunkedMLP, hidden: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, mlp: ChunkedMLP, hidden: torch.Tensor, *weights: torch.Tensor
+    ) -> torch.Tensor:
         ctx.mlp = mlp
         hidden = hidden.contiguous()
         ctx.save_for_backward(hidden, *weights)

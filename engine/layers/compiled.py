@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import vjp
 from torch.utils._pytree import tree_map_only
 
-from engine.slots import gradients
+from engine.layers.autograd import gradients
 
 Weights = Mapping[str, torch.Tensor]
 Run = Callable[[dict[str, torch.Tensor], torch.Tensor, tuple[Any, ...], dict[str, Any]], Any]
@@ -80,7 +80,9 @@ class JointPull:
         grads: tuple[dict[str, torch.Tensor], torch.Tensor] = pull(grad_output)
         return grads
 
-    def _without_gradient(self, weights: dict[str, torch.Tensor], hidden: torch.Tensor, *rest: Any) -> frozenset[str]:
+    def _without_gradient(
+        self, weights: dict[str, torch.Tensor], hidden: torch.Tensor, *rest: Any
+    ) -> frozenset[str]:
         """Weights on which the output does not depend, of which `vjp` says zero. Computes nothing.
 
         Raises _NotWithoutNumbersError where that cannot be told.

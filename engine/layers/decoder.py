@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from engine.config import RefusedError
-from engine.layout import Layout, pack
 from engine.layers.randomness import refuse_random
-from engine.layers.template import Template, share_templates
+from engine.layers.template import Call, Template, share_templates
+from engine.layout import Layout, pack
 
 T = TypeVar("T")
 BEFORE, AFTER = "before the layers", "after the layers"
@@ -32,14 +32,6 @@ class _LastLayerReachedError(Exception):
 
 class _NotThere:
     """Stands for what a layer returns beside the hidden states: who only keeps it may, who uses it finds nothing in it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """What the model passes to one layer beside the hidden states."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
 
 
 @dataclass(kw_only=True)
@@ -90,7 +82,10 @@ class Decoder:
     def layouts(self) -> list[Layout]:
         """Where the parameters of each block lie, and which of them are frozen."""
         return [
-            pack(block.items(), {name for name in block if self.full_name(number, name) in self.frozen})
+            pack(
+                block.items(),
+                {name for name in block if self.full_name(number, name) in self.frozen},
+            )
             for number, block in enumerate(self.blocks)
         ]
 
@@ -123,19 +118,28 @@ class Decoder:
         self.blocks[0] |= {name: shape for name, shape in head.items() if name in used_before}
         self.blocks[-1] = {name: shape for name, shape in head.items() if name not in used_before}
 
-    def record(self, tokens: torch.Tensor, attention_mask: torch.Tensor | None, *, last: int = -1) -> Recording:
+    def record(
+        self, tokens: torch.Tensor, attention_mask: torch.Tensor | None, *, last: int = -1
+    ) -> Recording:
         """Run the model as far as the call of layer `last`, which is the last of all where it is negative.
 
         tokens: int64 [micro_batch, seq_len] on the device. Raises ValueError where random numbers are drawn on the way, or
         the model does not call each layer once.
         """
         self._last = last % self.num_layers
-        hidden, calls = self._checked(BEFORE, tokens.device, partial(self._run, tokens, attention_mask))
+        hidden, calls = self._checked(
+            BEFORE, tokens.device, partial(self._run, tokens, attention_mask)
+        )
         if len(calls) != self._last + 1:
-            raise self._refusal(f"calls {len(calls)} of its {self.num_layers} layers", "all of them, one after another")
+            raise self._refusal(
+                f"calls {len(calls)} of its {self.num_layers} layers",
+                "all of them, one after another",
+            )
         return Recording(hidden=hidden[0], calls=calls)
 
-    def _run(self, tokens: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple[list[torch.Tensor], list[Call]]:
+    def _run(
+        self, tokens: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> tuple[list[torch.Tensor], list[Call]]:
         self._calls, self._first = [], []
         with contextlib.suppress(_LastLayerReachedError):
             self.model(input_ids=tokens, attention_mask=attention_mask, use_cache=False)
@@ -158,7 +162,11 @@ class Decoder:
     def embeds_like(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the model takes for embeddings of as many tokens; as wide as `hidden` but where a projection lies between."""
         width = getattr(self.model.get_input_embeddings(), "embedding_dim", hidden.shape[-1])  # type: ignore[operator]
-        return hidden.detach() if width == hidden.shape[-1] else hidden.new_zeros((*hidden.shape[:-1], width))
+        return (
+            hidden.detach()
+            if width == hidden.shape[-1]
+            else hidden.new_zeros((*hidden.shape[:-1], width))
+        )
 
     def logits(self, hidden: torch.Tensor, given: torch.Tensor | None = None) -> torch.Tensor:
         """Final norm, head and soft cap of [rows, tokens, hidden]: the model's own tail, differentiable in `hidden`.
@@ -167,7 +175,11 @@ class Decoder:
         """
         self._inject = hidden
         try:
-            run = partial(self.model, inputs_embeds=self.embeds_like(hidden) if given is None else given, use_cache=False)
+            run = partial(
+                self.model,
+                inputs_embeds=self.embeds_like(hidden) if given is None else given,
+                use_cache=False,
+            )
             output = self._checked(AFTER, hidden.device, run)
         finally:
             self._inject = None
@@ -194,19 +206,30 @@ class Decoder:
     def _check_call(self, index: int, hidden: Any, others: Any) -> None:
         name = type(self.layers[index]).__name__
         if not isinstance(hidden, torch.Tensor):
-            raise self._refusal(f"calls {name} without hidden states", "layers that are given them first")
+            raise self._refusal(
+                f"calls {name} without hidden states", "layers that are given them first"
+            )
         if index != len(self._calls):
-            raise self._refusal(f"calls layer {index} after {len(self._calls)} calls", "each layer once, in order")
+            raise self._refusal(
+                f"calls layer {index} after {len(self._calls)} calls", "each layer once, in order"
+            )
         if index and hidden is not self._passed:
-            raise self._refusal(f"changes the hidden states between {name}s", "layers that take what the one before gave")
+            raise self._refusal(
+                f"changes the hidden states between {name}s",
+                "layers that take what the one before gave",
+            )
         for value in leaves_of(others):
             if isinstance(value, _NotThere):
-                raise self._refusal(f"gives {name} what another returned beside the hidden states", CONNECTED)
+                raise self._refusal(
+                    f"gives {name} what another returned beside the hidden states", CONNECTED
+                )
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 raise self._refusal(f"calls {name} with a second differentiable tensor", CONNECTED)
 
     def _refusal(self, got: str, allowed: str) -> RefusedError:
-        return RefusedError(f"model: {type(self.model).__name__} {got}, allowed {allowed}; choose another model")
+        return RefusedError(
+            f"model: {type(self.model).__name__} {got}, allowed {allowed}; choose another model"
+        )
 
 
 def _find_layers(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
@@ -218,9 +241,15 @@ def _find_layers(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
     for path, module in model.named_modules():
         if not path.startswith(start):
             continue
-        if isinstance(module, nn.ModuleList) and len(module) and {type(layer).__name__ for layer in module} <= names:
+        if (
+            isinstance(module, nn.ModuleList)
+            and len(module)
+            and {type(layer).__name__ for layer in module} <= names
+        ):
             return path, list(module)
-    raise RefusedError(f"model: {type(model).__name__} has no list of decoder layers; allowed are decoder-only transformers models")
+    raise RefusedError(
+        f"model: {type(model).__name__} has no list of decoder layers; allowed are decoder-only transformers models"
+    )
 
 
 def _refuse_auxiliary_loss(model: nn.Module) -> None:
@@ -244,7 +273,9 @@ def _refuse_dropout(model: nn.Module) -> None:
         for name in ("p", "attention_dropout", "dropout"):
             value = getattr(module, name, 0.0)
             if isinstance(value, float) and value > 0:
-                raise ValueError(f"model.config: {path}.{name} is {value}, allowed 0; set every dropout of the model to 0")
+                raise ValueError(
+                    f"model.config: {path}.{name} is {value}, allowed 0; set every dropout of the model to 0"
+                )
 
 
 def _frozen(model: nn.Module) -> frozenset[str]:
@@ -257,7 +288,9 @@ def _frozen(model: nn.Module) -> frozenset[str]:
     return frozen
 
 
-def _blocks(model: nn.Module, prefix: str, layers: Sequence[nn.Module]) -> list[dict[str, torch.Size]]:
+def _blocks(
+    model: nn.Module, prefix: str, layers: Sequence[nn.Module]
+) -> list[dict[str, torch.Size]]:
     """Parameter shapes of embed, each layer, head. What is registered after the layers is head, unless tied to what is before."""
     before: dict[str, torch.Size] = {}
     after: dict[str, torch.Size] = {}

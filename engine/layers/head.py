@@ -5,32 +5,22 @@ Invariant: one chunk's logits are alive at a time; each chunk is differentiated 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import functional as F
 
+from engine.layers.autograd import gradients
 from engine.layers.decoder import Decoder
 from engine.recipe import IGNORE_INDEX
-from engine.slots import gradients
-
-
-def chunks(rows: int, seq_len: int, chunk: int) -> Iterator[tuple[slice, slice]]:
-    """(rows, columns) of [rows, seq_len] in pieces of at most `chunk` tokens: whole sequences where they fit."""
-    num_rows, num_columns = max(1, chunk // seq_len), min(seq_len, chunk)
-    for row in range(0, rows, num_rows):
-        for column in range(0, seq_len, num_columns):
-            yield slice(row, row + num_rows), slice(column, column + num_columns)
-
-
-def num_chunks(rows: int, seq_len: int, chunk: int) -> int:
-    """How many pieces `chunks` gives."""
-    return sum(1 for _ in chunks(rows, seq_len, chunk))
+from engine.sizes import chunks
 
 
 def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Sum of the cross-entropies in fp32, 0-dim. logits: [rows, tokens, vocabulary]; labels: int64 [rows, tokens], -100 ignored."""
-    return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    return F.cross_entropy(
+        logits.float().flatten(0, -2), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+    )
 
 
 def loss_and_gradients(
@@ -61,5 +51,7 @@ def loss_and_gradients(
         grad_hidden[part] = grads[0]
         add(grads[1:])
         total += loss.detach()
-        del grads  # the head's own, as large as its weights, would be alive beside the next chunk's logits
+        del (
+            grads
+        )  # the head's own, as large as its weights, would be alive beside the next chunk's logits
     return total, grad_hidden

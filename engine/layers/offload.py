@@ -53,8 +53,6 @@ class Offloaded:
     """Storages that stay on the device: inputs and arguments."""
     capacity: int
     """Bytes of the pinned slab. What a layer saves beyond them stays on the device: right, at the price of memory."""
-    graphs: list[Any] = field(default_factory=list)
-    """(input, output) of each micro-batch, with the graph between them."""
     num_bytes: int = 0
     """Of all pieces in their slab."""
     _pieces: list[torch.Tensor] = field(default_factory=list)
@@ -83,7 +81,13 @@ class Offloaded:
         if index is None:
             return tensor
         offset = int(tensor.storage_offset() - flat.storage_offset())
-        return _Moved(index=index, dtype=tensor.dtype, size=tensor.shape, stride=tensor.stride(), offset=offset)
+        return _Moved(
+            index=index,
+            dtype=tensor.dtype,
+            size=tensor.shape,
+            stride=tensor.stride(),
+            offset=offset,
+        )
 
     def _moved(self, flat: torch.Tensor) -> int | None:
         """Number of the piece that `flat`, 1-D and contiguous, is; None where it has no room."""
@@ -110,18 +114,24 @@ class Offloaded:
 
     def copies(self, slab: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(piece on the device, its place in the host `slab`) pairs, bytes."""
-        return [(piece, slab[place]) for piece, place in zip(self._pieces, self._places, strict=True)]
+        return [
+            (piece, slab[place]) for piece, place in zip(self._pieces, self._places, strict=True)
+        ]
 
     def drop(self) -> None:
         """Give up the device memory."""
-        assert self._versions == [piece._version for piece in self._pieces], "a saved activation was written in place"
+        assert self._versions == [piece._version for piece in self._pieces], (
+            "a saved activation was written in place"
+        )
         self._pieces.clear()
         self._seen.clear()
 
     def stage(self) -> None:
         """Device memory of the same sizes again, which what another layer gave up fits exactly."""
         sizes = [place.stop - place.start for place in self._places]
-        self._pieces = [torch.empty(size, dtype=torch.uint8, device=self.home.device) for size in sizes]
+        self._pieces = [
+            torch.empty(size, dtype=torch.uint8, device=self.home.device) for size in sizes
+        ]
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

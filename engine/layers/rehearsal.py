@@ -37,7 +37,9 @@ INPUTS = (ValueError, TypeError)
 """What a model raises that wants other inputs than tokens, whole or not."""
 
 
-def rehearse(decoder: Decoder, *, dtype: torch.dtype, device: torch.device, micro_batch: tuple[int, int]) -> None:
+def rehearse(
+    decoder: Decoder, *, dtype: torch.dtype, device: torch.device, micro_batch: tuple[int, int]
+) -> None:
     """Try the model, and tell `decoder` what its layers return and which parameters are used before them.
 
     micro_batch: (rows, seq_len). Raises RefusedError, one line, where the engine would train another
@@ -49,7 +51,9 @@ def rehearse(decoder: Decoder, *, dtype: torch.dtype, device: torch.device, micr
     twin.expect_no_random_numbers()
     quiet = _silent(fake_tensor.__name__)
     with quiet, mode, torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
-        tokens = torch.zeros(min(micro_batch[0], ROWS), min(micro_batch[1], TOKENS), dtype=torch.int64, device=device)
+        tokens = torch.zeros(
+            min(micro_batch[0], ROWS), min(micro_batch[1], TOKENS), dtype=torch.int64, device=device
+        )
         for index in _first_of_each_kind(twin):
             with _trying(twin, "on the way into its layers"):
                 recording = _enter(twin, tokens, last=index)
@@ -64,13 +68,17 @@ def rehearse(decoder: Decoder, *, dtype: torch.dtype, device: torch.device, micr
         template.num_outputs = tried.num_outputs
 
 
-def _fakes(decoder: Decoder, mode: fake_tensor.FakeTensorMode, dtype: torch.dtype, device: torch.device) -> dict[int, Any]:
+def _fakes(
+    decoder: Decoder, mode: fake_tensor.FakeTensorMode, dtype: torch.dtype, device: torch.device
+) -> dict[int, Any]:
     """What `copy.deepcopy` takes for each parameter and buffer."""
     found: dict[int, Any] = {}
     for module in [decoder.model, *(template.module for template in decoder.templates)]:
         for parameter in module.parameters():
             with mode:
-                found[id(parameter)] = nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device))
+                found[id(parameter)] = nn.Parameter(
+                    torch.empty(parameter.shape, dtype=dtype, device=device)
+                )
         for buffer in module.buffers():
             found[id(buffer)] = mode.from_tensor(buffer).to(device)
     return found
@@ -97,7 +105,9 @@ def _trying(twin: Decoder, where: str) -> Iterator[None]:
 def _fails_whole(twin: Decoder) -> str:
     """What the whole model raises on fake tensors, where some kernels accept less than they do."""
     recorders = [layer.__dict__.pop("forward") for layer in twin.layers]
-    tokens = torch.zeros(ROWS, TOKENS, dtype=torch.int64, device=next(twin.model.parameters()).device)
+    tokens = torch.zeros(
+        ROWS, TOKENS, dtype=torch.int64, device=next(twin.model.parameters()).device
+    )
     try:
         twin.model(input_ids=tokens, use_cache=False)
     except Exception as error:
@@ -170,7 +180,9 @@ def _used(twin: Decoder, hidden: torch.Tensor) -> set[str]:
 
 def _leave(twin: Decoder, hidden: torch.Tensor) -> None:
     """The logits of some hidden states; they may depend on nothing that was before these."""
-    hidden, given = (torch.empty_like(like).requires_grad_() for like in (hidden, twin.embeds_like(hidden)))
+    hidden, given = (
+        torch.empty_like(like).requires_grad_() for like in (hidden, twin.embeds_like(hidden))
+    )
     logits, name = twin.logits(hidden, given), type(twin.model).__name__
     if logits.shape[:-1] != hidden.shape[:2]:
         raise RefusedError(

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
 from torch import nn
 from torch.func import functional_call
 
+from engine.config import RefusedError
+from engine.layers.autograd import gradients
 from engine.layers.chunked import ChunkedMLP, is_only_added
 from engine.layers.compiled import JointPull
-from engine.config import RefusedError
 from engine.layers.randomness import refuse_random
-from engine.slots import gradients
-
-if TYPE_CHECKING:
-    from engine.layers.decoder import Call
 
 INDEX = "layer_idx"
 """The one attribute in which layers of one configuration differ; set on every call."""
@@ -34,6 +32,14 @@ KEEP_BUDGET = 0.9
 for 1 ms of a 7B layer's 76. Values from 0.7 to 0.9 gave the same graphs; at 0.5 it rebuilds products too."""
 _WITH_BUDGET = functorch_config.patch(activation_memory_budget=KEEP_BUDGET)
 """Made once: every patch makes a context variable, which the thread's context keeps for good."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What the model passes to one layer beside the hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
 
 
 class Template:
@@ -69,12 +75,20 @@ class Template:
         self._call = torch.compile(self._plain, dynamic=False)
         self._pull = JointPull(self._plain, type(self.module).__name__)
 
-    def _plain(self, weights: dict[str, torch.Tensor], hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _plain(
+        self,
+        weights: dict[str, torch.Tensor],
+        hidden: torch.Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         # A template's parameters are never tied (__init__ makes each anew); looking for ties would take longer than the call.
         outputs = functional_call(self.module, weights, (hidden, *args), kwargs, tie_weights=False)
         return outputs[0] if self.num_outputs else outputs
 
-    def forward(self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor, call: Call, index: int) -> torch.Tensor:
+    def forward(
+        self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor, call: Call, index: int
+    ) -> torch.Tensor:
         """The layer's output. weights: local name -> view of a slot; hidden: [micro_batch, seq_len, hidden].
 
         Raises ValueError where it is no tensor, or where `unchecked` and random numbers were drawn for it.
@@ -90,7 +104,9 @@ class Template:
         self._check(output, hidden)
         return output  # type: ignore[no-any-return]
 
-    def learn_outputs(self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor, call: Call, index: int) -> torch.Tensor:
+    def learn_outputs(
+        self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor, call: Call, index: int
+    ) -> torch.Tensor:
         """`forward`, which finds `num_outputs`. Raises RefusedError where the output is not hidden states like `hidden`."""
         self._set_index(index)
         self.num_outputs = 0
@@ -114,7 +130,12 @@ class Template:
             setattr(module, INDEX, index)
 
     def backward(
-        self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor, call: Call, index: int, grad_output: torch.Tensor
+        self,
+        weights: Mapping[str, torch.Tensor],
+        hidden: torch.Tensor,
+        call: Call,
+        index: int,
+        grad_output: torch.Tensor,
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         """Recompute with a graph and differentiate at once: (gradient of `hidden`, gradients in the order of `weights`).
 
@@ -125,17 +146,19 @@ class Template:
             found = self._pull(weights, hidden, call.args, call.kwargs, grad_output)
             if found is not None:
                 return found
-        return self.differentiate(weights, *self._recomputed(weights, hidden, call, index), grad_output)
+        return self.differentiate(
+            weights, *self._recomputed(weights, hidden, call, index), grad_output
+        )
 
     def _recomputed(
         self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor, call: Call, index: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `forward_kept`, but the output's values are undefined where no gradient depends on them."""
+        """As `forward_with_graph`, but the output's values are undefined where no gradient depends on them."""
         if self.mlp is None or self.mlp.only_added is False:
-            return self.forward_kept(weights, hidden, call, index)
+            return self.forward_with_graph(weights, hidden, call, index)
         self.mlp.unread = True
         try:
-            kept = self.forward_kept(weights, hidden, call, index)
+            kept = self.forward_with_graph(weights, hidden, call, index)
         finally:
             self.mlp.unread = False
         if self.mlp.only_added is None:
@@ -143,14 +166,16 @@ class Template:
         if self.mlp.only_added:
             return kept
         del kept
-        return self.forward_kept(weights, hidden, call, index)
+        return self.forward_with_graph(weights, hidden, call, index)
 
     def num_rebuilt(self, *, kept: bool) -> int:
         """Parameters whose products a backward runs beside those of the layer's recomputation: a chunked MLP's, if it was kept or
         its output is read."""
-        return self.mlp.num_params if self.mlp is not None and (kept or not self.mlp.only_added) else 0
+        return (
+            self.mlp.num_params if self.mlp is not None and (kept or not self.mlp.only_added) else 0
+        )
 
-    def forward_kept(
+    def forward_with_graph(
         self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor, call: Call, index: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(input, output) with the graph between them."""
@@ -159,7 +184,11 @@ class Template:
             return hidden, self.forward(weights, hidden, call, index)
 
     def differentiate(
-        self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor, output: torch.Tensor, grad_output: torch.Tensor
+        self,
+        weights: Mapping[str, torch.Tensor],
+        hidden: torch.Tensor,
+        output: torch.Tensor,
+        grad_output: torch.Tensor,
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         """As `backward`, of a graph that is there."""
         grad_hidden, *grads = gradients(output, [hidden, *weights.values()], grad_output)
@@ -188,7 +217,10 @@ def _configuration(layer: nn.Module) -> tuple[Any, ...]:
             if not name.startswith("_") and name not in (INDEX, "training")
         )
         buffers = tuple((name, *_content(b)) for name, b in module.named_buffers(recurse=False))
-        shapes = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters(recurse=False))
+        shapes = tuple(
+            (name, tuple(p.shape), p.dtype, p.requires_grad)
+            for name, p in module.named_parameters(recurse=False)
+        )
         parts.append((path, type(module), attributes, buffers, shapes))
     return tuple(parts)
 
@@ -201,10 +233,17 @@ def _content(buffer: torch.Tensor) -> tuple[Any, ...]:
 
 def _plain(value: Any) -> Any:
     """Something that compares equal for equal settings; other objects only with themselves."""
-    if isinstance(value, (int, float, str, bool, bytes, type(None), torch.dtype, torch.device, torch.Size)):
+    if isinstance(
+        value, (int, float, str, bool, bytes, type(None), torch.dtype, torch.device, torch.Size)
+    ):
         return (type(value), value)
     if isinstance(value, (tuple, list)):
         return (type(value), tuple(_plain(item) for item in value))
     if isinstance(value, partial):
-        return (partial, _plain(value.func), _plain(value.args), _plain(tuple(sorted(value.keywords.items()))))
+        return (
+            partial,
+            _plain(value.func),
+            _plain(value.args),
+            _plain(tuple(sorted(value.keywords.items()))),
+        )
     return (type(value), id(value))

@@ -1,9 +1,9 @@
-"""Chooses what to put into the device memory that streaming leaves free, which activations wait on the host, and how many layers'
-inputs there is room for.
+"""Chooses what to put into the device memory that streaming leaves free, which activations wait on the
+host, and how many layers' inputs there is room for.
 
-Invariant: of the placements tried whose closed-form bytes fit device and host, the one whose simulated step is the
-shortest, and of equals the one with the fewest offloaded layers, then the fewest device bytes; but one that leaves nothing on the
-host where it fits and costs little.
+Invariant: of the placements tried whose closed-form bytes fit device and host, the one whose simulated
+step is the shortest, and of equals the one with the fewest offloaded layers, then the fewest device
+bytes; but one that leaves nothing on the host where it fits and costs little.
 """
 
 from __future__ import annotations
@@ -12,67 +12,91 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from engine.pipeline import Pipeline
+from engine.blocks import Blocks
+from engine.config import AUTO, PLACED
 
-AUTO = -1
-"""Option value that leaves the choice to this module."""
 USABLE_DEVICE = 0.94
-"""Share of the device's memory to fill; the rest is the CUDA context, library workspaces and fragmentation."""
+"""Share of the device's memory to fill; the rest is the CUDA context, library workspaces and
+fragmentation."""
 USABLE_HOST = 0.9
-"""Share of the host's memory to fill; the rest is the kernel's, for pages and pinned memory too. At 94% a run was killed."""
+"""Share of the host's memory to fill; the rest is the kernel's, for pages and pinned memory too. At
+94% a run was killed."""
 EQUAL = 1e-3
 """Share of a step by which two placements may differ and still count as equally fast."""
 RESIDENT = 0.02
-"""Share of a step to give for leaving no block on the host: no update is pending at a step's end (14% of a window of two at 3B, by
-the model), none depends on what else the CPU does, and host memory is free."""
+"""Share of a step to give for leaving no block on the host: no update is pending at a step's end (14%
+of a window of two at 3B, by the model), none depends on what else the CPU does, and host memory is
+free."""
+
+Fits = Callable[[Blocks], bool]
 
 
-def checkpoint_interval(pipeline: Pipeline, *, fits: Callable[[Pipeline], bool], device_bytes: Callable[[Pipeline], int]) -> int:
-    """The fewest layers between two kept inputs with which the pipeline fits, with nothing placed that is left to `choose`; where
-    none fits, that of the fewest device bytes."""
-    placed = {name: max(0, getattr(pipeline, name)) for name in ("device_blocks", "kept_layers", "offloaded_layers")}
-    tried = [replace(pipeline, checkpoint_interval=number, **placed) for number in range(1, pipeline.num_layers + 1)]
+def nothing_moved(blocks: Blocks) -> Blocks:
+    """What was left open chosen as nothing."""
+    return replace(blocks, **{name: max(0, getattr(blocks, name)) for name in PLACED})
+
+
+def checkpoint_interval(
+    blocks: Blocks, *, fits: Fits, device_bytes: Callable[[Blocks], int]
+) -> int:
+    """The fewest layers between two kept inputs with which the blocks fit, with nothing placed that is
+    left to `choose`; where none fits, that of the fewest device bytes."""
+    plain = nothing_moved(blocks)
+    tried = [replace(plain, checkpoint_interval=number) for number in blocks.layers]
     return next(filter(fits, tried), min(tried, key=device_bytes)).checkpoint_interval
 
 
 def choose(
-    pipeline: Pipeline,
+    asked: Blocks,
     *,
-    fits: Callable[[Pipeline], bool],
-    device_bytes: Callable[[Pipeline], int],
-    step_s: Callable[[Pipeline], float],
-) -> Pipeline:
-    """`pipeline` with device_blocks, kept_layers and offloaded_layers chosen where they are AUTO.
+    fits: Fits,
+    device_bytes: Callable[[Blocks], int],
+    step_s: Callable[[Blocks], float],
+) -> Blocks:
+    """`asked` with what is AUTO of PLACED chosen.
 
-    For given device blocks and offloaded layers the most kept layers that fit are best: one more saves a recomputation.
-    Of the other two a grid of at most 16 x 8 is tried, then every pair around its best, then everything on the device.
+    For given device blocks and offloaded layers the most kept layers that fit are best: one more saves
+    a recomputation. Of the other two a grid of at most 16 x 8 is tried, then every pair around its
+    best, then everything on the device.
     """
-    blocks = range(pipeline.num_blocks + 1) if pipeline.device_blocks == AUTO else (pipeline.device_blocks,)
-    offloads = range(pipeline.num_layers + 1) if pipeline.offloaded_layers == AUTO else (pipeline.offloaded_layers,)
-    layers = range(pipeline.num_layers + 1) if pipeline.kept_layers == AUTO else (pipeline.kept_layers,)
-    found: dict[tuple[int, int], tuple[float, int, Pipeline]] = {}
+    devices = _open(asked.device_optimizer, asked.num_blocks)
+    keeps = _open(asked.keep_activations, asked.num_layers)
+    offloads = _open(asked.offload_activations, asked.num_layers)
+    found: dict[tuple[int, int], tuple[float, int, Blocks]] = {}
 
-    def best(pairs: Iterable[tuple[int, int]]) -> Pipeline | None:
+    def best(pairs: Iterable[tuple[int, int]]) -> Blocks | None:
         for pair in pairs:
-            asked = replace(pipeline, device_blocks=pair[0], offloaded_layers=pair[1])
-            if pair not in found and (most := _most_kept(asked, layers, fits)):
+            blocks = replace(asked, device_optimizer=pair[0], offload_activations=pair[1])
+            if pair not in found and (most := _most_kept(blocks, keeps, fits)):
                 found[pair] = (step_s(most), device_bytes(most), most)
         if not found:
             return None
         fastest = min(seconds for seconds, _, _ in found.values())
         equal = (item for item in found.values() if item[0] <= fastest * (1 + EQUAL))
-        return min(equal, key=lambda item: (item[2].offloaded_layers, item[1]))[2]
+        return min(equal, key=lambda item: (item[2].offload_activations, item[1]))[2]
 
-    strides = -(-len(blocks) // 16), -(-len(offloads) // 8)
-    chosen = best(itertools.product(blocks[:: strides[0]], offloads[:: strides[1]]))
+    strides = -(-len(devices) // 16), -(-len(offloads) // 8)
+    chosen = best(itertools.product(devices[:: strides[0]], offloads[:: strides[1]]))
     if chosen is None:  # nothing fits: the smallest, which plan() will refuse
-        return replace(pipeline, device_blocks=blocks[0], kept_layers=layers[0], offloaded_layers=offloads[0])
-    near_blocks = _around(chosen.device_blocks, blocks, strides[0])
-    chosen = best(itertools.product(near_blocks, _around(chosen.offloaded_layers, offloads, strides[1]))) or chosen
-    everything, seconds = (blocks[-1], offloads[0]), found[chosen.device_blocks, chosen.offloaded_layers][0]
+        return replace(
+            asked,
+            device_optimizer=devices[0],
+            keep_activations=keeps[0],
+            offload_activations=offloads[0],
+        )
+    near_devices = _around(chosen.device_optimizer, devices, strides[0])
+    near_offloads = _around(chosen.offload_activations, offloads, strides[1])
+    chosen = best(itertools.product(near_devices, near_offloads)) or chosen
+    seconds = found[chosen.device_optimizer, chosen.offload_activations][0]
+    everything = (devices[-1], offloads[0])
     best([everything])
-    resident = found.get(everything) if everything[0] == pipeline.num_blocks else None
+    resident = found.get(everything) if everything[0] == asked.num_blocks else None
     return resident[2] if resident and resident[0] <= seconds * (1 + RESIDENT) else chosen
+
+
+def _open(value: int, most: int) -> Sequence[int]:
+    """The values to choose among."""
+    return range(most + 1) if value == AUTO else (value,)
 
 
 def _around(middle: int, values: Sequence[int], stride: int) -> list[int]:
@@ -80,12 +104,13 @@ def _around(middle: int, values: Sequence[int], stride: int) -> list[int]:
     return [value for value in values if abs(value - middle) < max(2, stride)]
 
 
-def _most_kept(pipeline: Pipeline, layers: Sequence[int], fits: Callable[[Pipeline], bool]) -> Pipeline | None:
-    """The candidate that keeps the most layers' activations and still fits; an offloaded layer cannot be kept."""
+def _most_kept(blocks: Blocks, keeps: Sequence[int], fits: Fits) -> Blocks | None:
+    """The candidate that keeps the most layers' activations and still fits; an offloaded layer cannot
+    be kept."""
     most = None
-    for kept_layers in layers:
-        candidate = replace(pipeline, kept_layers=kept_layers)
-        if kept_layers + pipeline.offloaded_layers > pipeline.num_layers or not fits(candidate):
+    for number in keeps:
+        candidate = replace(blocks, keep_activations=number)
+        if number + blocks.offload_activations > blocks.num_layers or not fits(candidate):
             break  # more kept layers need more
         most = candidate
     return most

@@ -14,8 +14,8 @@ import torch
 
 from baselines.model import skip_packed_sequence_check
 from engine import Recipe, norm_of
-from engine.store import _Arena
 from engine.layout import BLOCK_ALIGNMENT
+from engine.store import _Arena
 from tests.models import make_batch, make_engine, make_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -10,6 +10,7 @@ from torch import nn
 from engine import Batch, EngineConfig, MegaTrain, Recipe
 from engine.layers.decoder import Decoder
 from engine.layers.offload import Offloaded
+from engine.step import Kind
 from tests.models import (
     engine_gradients,
     make_batch,
@@ -217,7 +218,7 @@ def test_unlike_layers_train_as_the_plain_model(model_type, options):
     model, recipe = make_model(model_type, **UNLIKE[model_type]), Recipe(lr=1e-3, clip_norm=0.5)
     batch = make_batch(0, micro_batches=2)
     engine = make_engine(model, recipe=recipe, batch=batch, poison=True, **options)
-    assert len({layout.numel for layout in engine._planner.layouts[1:-1]}) > 1
+    assert len({layout.numel for layout in engine.work.layouts[1:-1]}) > 1
     losses, norms = [], []
     for step in range(3):
         losses += train(engine, 1, micro_batches=2, first=step)[0]
@@ -286,10 +287,10 @@ def test_layers_of_one_configuration_share_one_template():
 def test_templates_hold_no_weights_and_weights_are_views_of_the_slot():
     engine = make_engine(make_model("qwen2"))
     assert all(p.is_meta for t in engine._decoder.templates for p in t.module.parameters())
-    slots, layout = engine._executor.memory.slots, engine._planner.layouts[1]
-    for slot, buffer in enumerate(slots.buffers):
-        first, last = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
-        for view in slots.weights(slot, layout).values():
+    memory, loads = engine.executor.memory, [op for op in engine.executor.ops if op.kind is Kind.LOAD and op.slot >= 0]
+    for op in loads:
+        first, last = memory.home(op).data_ptr(), memory.home(op).data_ptr() + memory.home(op).nbytes
+        for view in memory.weights(op).values():
             assert first <= view.data_ptr() < last
 
 

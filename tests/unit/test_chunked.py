@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine import EngineConfig, layer_activation_bytes
+from engine import EngineConfig, Widths, layer_activation_bytes
 from engine.layers.chunked import is_only_added
 from engine.layers.decoder import Call
-from engine.lanes import TwinLanes
 from engine.layers.template import Template
 from tests.models import assert_same, make_batch, make_engine, make_model, train
+from tests.twin import TwinLanes
 
 TOKENS = 32
 """Of a micro-batch: two rows."""
@@ -81,7 +81,7 @@ def test_an_mlp_that_is_only_added_is_recomputed_once(model_type, settings, runs
         template.module.mlp.gate_proj.register_forward_hook(lambda *_: calls.append(1))
     for step in range(3):
         engine.train_step(make_batch(step))
-    layers = engine.pipeline.num_layers
+    layers = engine.blocks.num_layers
     assert len(calls) == 3 * runs * layers * TOKENS // 8
     plain = make_engine(model)
     plain.train_step(make_batch(0))
@@ -282,9 +282,10 @@ def layer_bytes(name: str, tokens: int, chunk: int) -> tuple[Any, dict[str, int]
 def test_the_plan_is_what_a_layer_holds_at_its_peak(name, tokens, chunk):
     """Its gradients are counted whole, as the plan does, though at the peak not all of them are there yet."""
     config, found = layer_bytes(name, tokens, chunk)
-    kept, graph = (layer_activation_bytes(config, tokens, 2, backward=backward, mlp_chunk=chunk) for backward in (False, True))
+    widths = Widths.of(config)
+    kept, graph = (layer_activation_bytes(widths, tokens, 2, backward=backward, mlp_chunk=chunk) for backward in (False, True))
     assert found["holds"] == pytest.approx(kept, rel=0.01)
     assert found["backward"] == pytest.approx(graph + found["weights"], rel=0.05)
     assert max(found["forward"], found["kept"]) < 0.85 * graph
     if chunk:
-        assert graph < layer_activation_bytes(config, tokens, 2)
+        assert graph < layer_activation_bytes(widths, tokens, 2)

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from engine import Batch, MegaTrain, NonFiniteLossError, Recipe
-from engine.pipeline import CPU
-from engine.lanes import CudaLanes, TwinLanes
+from engine.lanes import CudaLanes
 from engine.layers.template import Template
+from engine.step import CPU, Kind, Op
 from tests.models import assert_same, make_batch, make_engine, make_model, train
+from tests.twin import TwinLanes
 
 
 @pytest.mark.parametrize("seed", [None, 1])
@@ -152,19 +153,23 @@ def test_the_worker_drops_what_follows_an_error_and_goes_on_after_a_loss_that_is
         go.wait()
         raise error
 
-    failed = lanes.submit(CPU, fail, [])
-    lanes.submit(CPU, lambda: ran.append("update of the bad step"), [])
+    failed = lanes.submit(op_on(CPU), fail, [])
+    lanes.submit(op_on(CPU), lambda: ran.append("update of the bad step"), [])
     go.set()
     with pytest.raises(type(error)):
         lanes._wait_host(failed.done) if met_by_a_wait else lanes.drain()
     for _ in range(times - 1):
         with pytest.raises(type(error)):
             lanes.drain()
-    lanes.submit(CPU, lambda: ran.append("later"), [])
+    lanes.submit(op_on(CPU), lambda: ran.append("later"), [])
     if times == 1:
         lanes.drain()
     lanes.close()
     assert ran == (["later"] if times == 1 else [])
+
+
+def op_on(lane: str, *, signals: bool = True) -> Op:
+    return Op(kind=Kind.LOAD, block=0, lane=lane, signals=signals)
 
 
 class Stream:
@@ -197,11 +202,11 @@ def test_cuda_lanes_wait_for_the_tickets_they_are_given(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     lanes, log, go = cpu_lane(monkeypatch), list[str](), threading.Event()
     lanes._streams = {name: Stream(name, log) for name in ("h2d", "compute")}
-    load = lanes.submit("h2d", lambda: log.append("load"), [], signals=True)
-    forward = lanes.submit("compute", lambda: log.append("forward"), [load], signals=True)
-    update = lanes.submit(CPU, lambda: (go.wait(), log.append("update")), [forward])
+    load = lanes.submit(op_on("h2d"), lambda: log.append("load"), [])
+    forward = lanes.submit(op_on("compute"), lambda: log.append("forward"), [load])
+    update = lanes.submit(op_on(CPU), lambda: (go.wait(), log.append("update")), [forward])
     threading.Timer(0.05, go.set).start()
-    lanes.submit("h2d", lambda: log.append("next load"), [update])
+    lanes.submit(op_on("h2d", signals=False), lambda: log.append("next load"), [update])
     lanes.drain()
     assert log == [
         *("load", "h2d records", "compute waits for h2d", "forward", "compute records"),
@@ -224,7 +229,7 @@ def test_close_waits_for_every_stream_and_raises_nothing(monkeypatch):
 
     lanes, waited = cpu_lane(monkeypatch), []
     lanes._streams = {name: Stream(name) for name in ("h2d", "d2h", "compute")}
-    lanes.submit(CPU, lambda: waited.append("update"), [])
+    lanes.submit(op_on(CPU), lambda: waited.append("update"), [])
     lanes.close()
     lanes.close()
     assert waited == ["update", "h2d", "d2h", "compute"]

@@ -69,7 +69,7 @@ def test_a_checkpoint_of_another_model_is_one_line_and_changes_nothing(models, t
     engine = make_engine(models[torch.float32])
     before = dict(engine.parameters())
     others = make_engine(make_model("qwen2", num_hidden_layers=4, intermediate_size=63))
-    blocks = [[layout.numel for layout in e._planner.layouts] for e in (engine, others)]
+    blocks = [[layout.numel for layout in e.work.layouts] for e in (engine, others)]
     assert blocks[0] == blocks[1]
     for name, other in {"shapes": others, "layers": make_engine(make_model("qwen2"))}.items():
         other.save(tmp_path / name)
@@ -156,7 +156,7 @@ def test_host_plan_is_what_is_allocated_and_split_master_holds_12_bytes(models, 
     planned = dict(engine.plan().host)
     assert "other" not in planned  # on the CPU; with CUDA, what its context holds
     assert allocated == planned
-    elements = sum(layout.numel for layout in engine._planner.layouts)
+    elements = sum(layout.numel for layout in engine.work.layouts)
     assert allocated["weights"] + allocated["master"] + allocated["moments"] == 12 * elements
     # One arena of exactly the needed size plus one page: no rounding to a power of two.
     arena = store._arena.pieces[0].untyped_storage().nbytes()
@@ -167,7 +167,7 @@ def test_host_plan_is_what_is_allocated_and_split_master_holds_12_bytes(models, 
 def test_bytes_a_parameter_of_each_master(models, master, num_bytes):
     engine = make_engine(models[torch.bfloat16], master=master)
     planned = engine.plan().host
-    elements = sum(layout.numel for layout in engine._planner.layouts)
+    elements = sum(layout.numel for layout in engine.work.layouts)
     assert planned["weights"] + planned["master"] + planned["moments"] == num_bytes * elements
     assert (engine.dtypes()["master"] == "bfloat16") is (engine.caveat is not None) is (master == "bf16")
 
@@ -280,11 +280,11 @@ def test_weights_of_another_model_are_named(models, name):
 def test_counters_are_the_bytes_of_the_schedule(models):
     engine = make_engine(models[torch.bfloat16], checkpoint_interval=1)
     train(engine, 3)
-    sizes = [layout.numel * 2 for layout in engine._planner.layouts]
+    sizes = [layout.numel * 2 for layout in engine.work.layouts]
     counters = engine.counters()
     assert counters["h2d_bytes"] == 3 * (sum(sizes) + sum(sizes[1:-1]))
     assert counters["d2h_bytes"] == 3 * sum(sizes)
-    layer_params = engine._planner.layouts[1].num_params
+    layer_params = engine.work.layouts[1].num_params
     assert counters["recompute_flops"] == 3 * 2 * 4 * layer_params * make_batch(0).tokens.numel()
 
 

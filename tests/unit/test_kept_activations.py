@@ -12,7 +12,7 @@ from analysis.rows import family_and_mode
 from baselines.loss import CausalLMLoss
 from baselines.model import config_of, initial_weights, materialise
 from baselines.system import ModelSpec, Shape, build
-from engine import layer_activation_bytes
+from engine import Widths, layer_activation_bytes
 from sweeps.cell import outlook
 from tests.made_rows import row
 from tests.parity import test_baseline_parity as parity
@@ -55,7 +55,7 @@ def test_a_compiled_kept_layer_holds_what_the_plan_says_and_weights_as_parameter
     outside = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *given)}
     held = sum(size for storage, size in storages.items() if storage not in outside)
     output = 512 * 256 * dtype.itemsize
-    expected = layer_activation_bytes(config_of(spec), 512, dtype.itemsize, backward=False, compiled=True)
+    expected = layer_activation_bytes(Widths.of(config_of(spec)), 512, dtype.itemsize, backward=False, compiled=True)
     assert held + output == pytest.approx(expected, rel=0.01)
 
 
@@ -104,7 +104,8 @@ def activations(num_layers, **options):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_plan_counts_kept_graphs_beside_one_backward_and_inputs_of_the_others(compiled):
     config, tokens, hidden = SimpleNamespace(**QWEN_14B), SHAPE.num_tokens, 2 * SHAPE.num_tokens * QWEN_14B["hidden_size"]
-    kept, graph = (layer_activation_bytes(config, tokens, 2, backward=backward, compiled=compiled) for backward in (False, True))
+    widths = Widths.of(config)
+    kept, graph = (layer_activation_bytes(widths, tokens, 2, backward=backward, compiled=compiled) for backward in (False, True))
     logits = (4 if compiled else 12) * QWEN_14B["vocab_size"]  # bytes a token
     for chunk in (1, 4096, 32768):
         beside = max(graph - kept, logits * chunk)

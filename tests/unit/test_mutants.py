@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from engine.pipeline import Pipeline
-from engine.step import Op, build
+from engine.blocks import Blocks
+from engine.step import Op, operations
 from tests.mutants.__main__ import ROOT, engine_tests, judge, main, misfits, report
 from tests.mutants.catalogue import EQUIVALENT, MUTANTS, Mutant
-from tests.unit.test_schedule import pipelines
+from tests.unit.test_schedule import placements
 
 BY_ID = {mutant.id: mutant for mutant in MUTANTS}
 
@@ -39,20 +39,20 @@ def test_each_change_parses_and_names_tests_that_there_are(mutant):
         assert f"def {name}(" in (ROOT / path).read_text() if name else (ROOT / path).is_file()
 
 
-@pytest.mark.parametrize("name", [m.id for m in MUTANTS if m.equivalent and "schedule" in m.file])
+@pytest.mark.parametrize("name", [m.id for m in MUTANTS if m.equivalent and "step" in m.file])
 def test_equivalent_declarations_derive_the_same_waits(name, monkeypatch):
-    other = build_of(changed(BY_ID[name]), monkeypatch)
+    other = operations_of(changed(BY_ID[name]), monkeypatch)
     for combination in itertools.product((2, 5), (1, 2), (1, 3), (1, 2)):
-        for pipeline in pipelines(*combination):
-            assert undeclared(other(pipeline)) == undeclared(build(pipeline))
+        for blocks in placements(*combination):
+            assert undeclared(other(blocks)) == undeclared(operations(blocks))
 
 
-def build_of(source: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Pipeline], tuple[Op, ...]]:
-    """`build` of a schedule.py with this text."""
-    module = types.ModuleType("engine.changed_schedule")
+def operations_of(source: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Blocks], tuple[Op, ...]]:
+    """`operations` of a step.py with this text."""
+    module = types.ModuleType("engine.changed_step")
     monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look there
     exec(source, module.__dict__)
-    return module.build
+    return module.operations
 
 
 def undeclared(ops: tuple[Op, ...]) -> list[str]:

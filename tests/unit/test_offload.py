@@ -16,15 +16,17 @@ def everything_moves(monkeypatch):
 Work = Callable[[torch.Tensor], torch.Tensor]
 
 
-def kept_by(work: Work, value: torch.Tensor, room: int = 1 << 20) -> Offloaded:
-    """What the graph of work(value) holds. room: bytes of the host slab."""
+Graph = tuple[torch.Tensor, torch.Tensor]
+
+
+def kept_by(work: Work, value: torch.Tensor, room: int = 1 << 20) -> tuple[Offloaded, Graph]:
+    """What the graph of work(value) holds, and (value, work(value)). room: bytes of the host slab."""
     kept = Offloaded(weights={}, home=torch.zeros(1), shared=set(), capacity=room)
     with kept.hooks():
-        kept.graphs = [(value, work(value))]
-    return kept
+        return kept, (value, work(value))
 
 
-def moved_there_and_back(kept: Offloaded) -> torch.Tensor:
+def moved_there_and_back(kept: Offloaded, graph: Graph) -> torch.Tensor:
     """The gradient of the graph's input, after the device memory was given up and filled anew."""
     slab = torch.zeros(kept.num_bytes, dtype=torch.uint8)
     for source, target in kept.copies(slab):
@@ -33,7 +35,7 @@ def moved_there_and_back(kept: Offloaded) -> torch.Tensor:
     kept.stage()
     for target, source in kept.copies(slab):
         copy_in_pieces(target, source, 100)
-    ((value, output),) = kept.graphs
+    value, output = graph
     gradient: torch.Tensor = torch.autograd.grad(output.sum(), value)[0]
     return gradient
 
@@ -57,14 +59,14 @@ def _view_and_base(base: torch.Tensor) -> torch.Tensor:
 def test_saved_tensors_come_back_as_they_were(name):
     torch.manual_seed(0)
     value = torch.randn(6, 8, requires_grad=True)
-    kept = kept_by(WORKS[name], value)
+    kept, graph = kept_by(WORKS[name], value)
     assert kept.num_bytes > 0
     expected = torch.autograd.grad(WORKS[name](value).sum(), value)[0]
-    assert torch.equal(moved_there_and_back(kept), expected)
+    assert torch.equal(moved_there_and_back(kept, graph), expected)
 
 
 def test_a_view_of_what_moves_does_not_move_again():
-    kept = kept_by(lambda x: _view_and_base(x.exp()), torch.randn(6, 8, requires_grad=True))
+    kept, _ = kept_by(lambda x: _view_and_base(x.exp()), torch.randn(6, 8, requires_grad=True))
     assert kept.num_bytes == ALIGNMENT
 
 
@@ -76,7 +78,7 @@ def test_a_saved_tensor_that_the_layer_writes_in_place_is_found():
         saved.add_(1)
         return saved
 
-    kept = kept_by(writes, torch.randn(6, 8, requires_grad=True))
+    kept, _ = kept_by(writes, torch.randn(6, 8, requires_grad=True))
     with pytest.raises(AssertionError, match="written in place"):
         kept.drop()
 
@@ -84,6 +86,6 @@ def test_a_saved_tensor_that_the_layer_writes_in_place_is_found():
 def test_what_has_no_room_stays_and_is_right():
     value = torch.randn(6, 8, requires_grad=True)
     expected = torch.autograd.grad(value.exp().sin().exp().sum(), value)[0]
-    kept = kept_by(lambda x: x.exp().sin().exp(), value, room=value.nbytes)
+    kept, graph = kept_by(lambda x: x.exp().sin().exp(), value, room=value.nbytes)
     assert kept.num_bytes == ALIGNMENT, "the first of two tensors"
-    assert torch.equal(moved_there_and_back(kept), expected)
+    assert torch.equal(moved_there_and_back(kept, graph), expected)

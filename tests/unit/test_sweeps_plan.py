@@ -15,17 +15,17 @@ def test_a_machine_that_is_not_here_gets_its_placement_and_its_step():
     assert (cell.machine.device, cell.shape.batch_size, cell.shape.seq_len) == ("cuda", 32, 1024)
     plan, engine = planned(cell, machine)
     assert engine is not None
-    assert engine.pipeline.device_blocks > 0
-    assert engine.pipeline.kept_layers > 0
+    assert engine.blocks.device_optimizer > 0
+    assert engine.blocks.keep_activations > 0
     assert 0.8 * machine.device_memory < plan.device_bytes < machine.device_memory
     text = "\n".join(report(cell, machine))
     assert f"predicted step {engine.predict().step_s:.3f} s" in text
     assert f"{plan.device_bytes / 1e9:.2f} of 150.1 GB" in text
     letters = re.search(r"\n  (\S) (\S+) (\S)   \(embed, 28 layers, head\)", text)
     assert letters
-    assert sum(letter in "DBP" for letter in "".join(letters.groups())) == engine.pipeline.device_blocks
-    assert sum(letter in "KB" for letter in letters[2]) == engine.pipeline.kept_layers
-    assert sum(letter in "OP" for letter in letters[2]) == engine.pipeline.offloaded_layers
+    assert sum(letter in "DBP" for letter in "".join(letters.groups())) == engine.blocks.device_optimizer
+    assert sum(letter in "KB" for letter in letters[2]) == engine.blocks.keep_activations
+    assert sum(letter in "OP" for letter in letters[2]) == engine.blocks.offload_activations
 
 
 def test_the_paper_preset_is_predicted_slower_than_streaming_and_fast_faster():
@@ -51,7 +51,7 @@ def test_pinning_through_torch_wastes_what_a_power_of_two_is_larger_than_a_layer
     assert (1 << (layer - 1).bit_length()) / layer - 1 == pytest.approx(wasted, abs=0.01)
     rounding = plans["torch"].pop("rounding")
     assert plans["torch"] == plans["exact"] == plans["none"]
-    num_layers = engine.pipeline.num_layers
+    num_layers = engine.blocks.num_layers
     assert rounding > 2 * num_layers * wasted * 0.9 * layer  # weights and gradient slabs
 
 

@@ -1,0 +1,151 @@
+"""What is decided: where each block lives, and what a step makes of that.
+
+Invariant: these are decided numbers, under the names that EngineConfig asks for them by; every rule
+about where a block's weights, gradients, activations and optimizer state are is here. Blocks are
+counted from 0: embed, the decoder layers, head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import Enum
+
+from engine.config import PLACED, EngineConfig
+
+
+class Fate(Enum):
+    """What becomes of a layer's activations between its forward and its backward."""
+
+    RECOMPUTED = ""
+    KEPT = "_kept"
+    OFFLOADED = "_offloaded"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """Decided: where each block lives, and what a step makes of that. Names are EngineConfig's."""
+
+    num_layers: int
+    depth: int = 2
+    streams: int = 3
+    checkpoint_interval: int = 1
+    gradient_slabs: int = 0
+    """0, or as many as layers, gives every layer its own."""
+    device_optimizer: int = 0
+    keep_activations: int = 0
+    offload_activations: int = 0
+    evict_visits: int = 3
+    """Forwards of layers that the eviction of one layer's activations takes; their device memory is
+    given up that much later."""
+    clip: bool = True
+    """Exact global-norm clipping: no update before the whole backward is done."""
+    optimizer_overlap: bool = True
+    late_moments: bool = False
+
+    @classmethod
+    def asked(cls, config: EngineConfig, *, num_layers: int, clip: bool) -> Blocks:
+        """As `config` asks, AUTO where it leaves a choice. ValueError: more than there is."""
+        both = {f.name for f in fields(cls)} & {f.name for f in fields(config)}
+        chosen = {name: getattr(config, name) for name in both}
+        blocks = cls(num_layers=num_layers, clip=clip, **chosen)
+        limits = dict.fromkeys(PLACED, num_layers) | {"device_optimizer": blocks.num_blocks}
+        for name, most in limits.items():
+            if chosen[name] > most:
+                raise ValueError(
+                    f"system.{name}: got {chosen[name]}, allowed 0 to {most} "
+                    f"with {num_layers} layers; lower it"
+                )
+        if blocks.keep_activations + blocks.offload_activations > num_layers:
+            raise ValueError(
+                f"system.offload_activations: got {blocks.offload_activations}, allowed 0 to "
+                f"{num_layers - blocks.keep_activations} where system.keep_activations is "
+                f"{blocks.keep_activations} of {num_layers} layers; lower one of the two"
+            )
+        return blocks
+
+    @property
+    def num_blocks(self) -> int:
+        """Embed, the layers, head."""
+        return self.num_layers + 2
+
+    @property
+    def head(self) -> int:
+        """Block index of the head."""
+        return self.num_layers + 1
+
+    @property
+    def num_streamed(self) -> int:
+        """Layers whose activations are not kept: the first ones."""
+        return self.num_layers - self.keep_activations
+
+    @property
+    def layers(self) -> range:
+        """Block indices of the decoder layers."""
+        return range(1, self.head)
+
+    @property
+    def pooled(self) -> bool:
+        """Whether layers share host gradient slabs; embed and head always own theirs."""
+        return 0 < self.gradient_slabs < self.num_layers
+
+    @property
+    def deferred(self) -> bool:
+        """Whether no update starts before the whole backward is done."""
+        return self.clip or not self.optimizer_overlap
+
+    @property
+    def two_passes(self) -> bool:
+        """Whether moments are updated later: where updates wait for clipping and gradients can stay in
+        their slabs."""
+        return self.late_moments and self.clip and self.optimizer_overlap and not self.pooled
+
+    @property
+    def hosted(self) -> range:
+        """Blocks whose weights and optimizer state live on the host."""
+        return range(self.device_optimizer, self.num_blocks)
+
+    def on_device(self, block: int) -> bool:
+        """Whether the block's weights and optimizer state live on the device."""
+        return block < self.device_optimizer
+
+    def fate(self, layer: int) -> Fate:
+        """What becomes of the layer's activations. Those offloaded are the first of each of
+        `offload_activations` equal stretches of the layers that are not kept."""
+        if layer > self.num_streamed:
+            return Fate.KEPT
+        moved = (layer - 1) * self.offload_activations % self.num_streamed
+        return Fate.OFFLOADED if moved < self.offload_activations else Fate.RECOMPUTED
+
+    @property
+    def offloaded(self) -> list[int]:
+        """Layers whose activations wait on the host."""
+        return [layer for layer in self.layers if self.fate(layer) is Fate.OFFLOADED]
+
+    def letter(self, block: int) -> str:
+        """Where the block lives, in a drawing: on the device D, else a dot; with its activations kept
+        B or K, offloaded P or O."""
+        fate = self.fate(block) if block in self.layers else Fate.RECOMPUTED
+        here = {Fate.RECOMPUTED: "D", Fate.KEPT: "B", Fate.OFFLOADED: "P"}
+        there = {Fate.RECOMPUTED: "·", Fate.KEPT: "K", Fate.OFFLOADED: "O"}
+        return (here if self.on_device(block) else there)[fate]
+
+    def shares_slab(self, block: int) -> bool:
+        """Whether the block's gradients reach the host through a slab that others use too."""
+        return self.pooled and block in self.layers
+
+    def owns_weights(self, block: int) -> bool:
+        """Whether the block has device memory of its own for weights, or passes through the slots."""
+        return self.owns_gradients(block) or self.fate(block) is Fate.KEPT
+
+    def owns_gradients(self, block: int) -> bool:
+        """Whether the block has device memory of its own for gradients, or passes through the slabs."""
+        return block not in self.layers or self.on_device(block)
+
+    def drops(self) -> dict[int, int]:
+        """Offloaded layer -> the block before whose forward its activations must have left the
+        device."""
+        due, found = 0, {}
+        for layer in self.offloaded:
+            due = max(layer + 1 + self.evict_visits, due + self.evict_visits)
+            found[layer] = min(due, self.head)
+        return found

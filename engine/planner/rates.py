@@ -1,0 +1,112 @@
+"""What a machine does in a second, given or probed.
+
+Invariant: the probe leaves nothing behind; what it allocated is free again when it returns.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from engine.adamw import AdamW, BlockState
+from engine.recipe import Recipe
+
+UPDATE_ROUNDS = 24
+"""Rounds per kind of update; half a second in all. The mean of 9 varied by 30% from one process to
+the next on one machine."""
+COPY_ROUNDS = 8
+"""Rounds of a product or a copy; the best of 3 was once in twenty times 40% too slow."""
+PROBE_NUMEL = 1 << 26
+PROBE_SIZE = 8192
+PROBE_BYTES = 1 << 28
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What a machine does in a second."""
+
+    matmul_flops: float
+    """Floating-point operations of a large bf16 matrix product on the device."""
+    adamw_params: float
+    """Parameters that the CPU's AdamW updates, in one pass."""
+    weights_params: float
+    """Parameters of the first of two passes: master and weight."""
+    moments_params: float
+    """Parameters of the second: the moments."""
+    h2d_bytes: float
+    """Bytes from pinned host memory to the device."""
+    d2h_bytes: float
+    """Bytes from the device to pinned host memory."""
+    device_bytes: float
+    """Bytes of device memory read and written."""
+
+
+def measure(
+    device: torch.device, num_threads: int, *, pinned: bool = True, use_native: bool = True
+) -> Rates:
+    """Probe the rates of this machine; a second or two, 0.8 GiB of device and 1.1 GiB of host memory for that time.
+
+    pinned: whether the link is probed from pinned memory. use_native: as AdamW's.
+    """
+    try:
+        return _probe(device, num_threads, pinned, use_native)
+    finally:
+        torch.cuda.empty_cache()
+
+
+def _probe(device: torch.device, num_threads: int, pinned: bool, use_native: bool) -> Rates:
+    a = torch.randn(PROBE_SIZE, PROBE_SIZE, dtype=torch.bfloat16, device=device)
+    host = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=pinned)
+    here, there = (torch.empty(PROBE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+
+    def synchronized(work: Callable[[], object]) -> float:
+        def all_of_it() -> None:
+            work()
+            torch.cuda.synchronize(device)
+
+        return _fastest(all_of_it)
+
+    weight, gradient = (torch.zeros(PROBE_NUMEL, dtype=torch.bfloat16) for _ in range(2))
+    extra, moments = (
+        torch.zeros(PROBE_NUMEL, dtype=torch.int16),
+        [torch.zeros(PROBE_NUMEL) for _ in range(2)],
+    )
+    state = BlockState(weight=weight, extra=extra, exp_avg=moments[0], exp_avg_sq=moments[1])
+    optimizer = AdamW(Recipe(), num_threads=num_threads, use_native=use_native)
+
+    updates = [optimizer.step, optimizer.step_weights, optimizer.step_moments]
+    taken = _in_turns(
+        [partial(update, state, gradient, step=0, scale=1.0) for update in updates], UPDATE_ROUNDS
+    )
+    # Not the fastest, nor the median: a run meets whatever else the machine does, and its step takes what updates take in the mean.
+    adamw, first, second = (PROBE_NUMEL / statistics.mean(times) for times in taken)
+    return Rates(
+        matmul_flops=2 * PROBE_SIZE**3 / synchronized(lambda: torch.matmul(a, a)),
+        adamw_params=adamw,
+        weights_params=first,
+        moments_params=second,
+        h2d_bytes=PROBE_BYTES / synchronized(lambda: here.copy_(host, non_blocking=True)),
+        d2h_bytes=PROBE_BYTES / synchronized(lambda: host.copy_(here, non_blocking=True)),
+        device_bytes=2 * PROBE_BYTES / synchronized(lambda: there.copy_(here)),
+    )
+
+
+def _fastest(work: Callable[[], object]) -> float:
+    return min(_in_turns([work], COPY_ROUNDS)[0])
+
+
+def _in_turns(works: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
+    """Seconds of each run of each, one after the other, round after round; a first round does not count."""
+    times: list[list[float]] = [[] for _ in works]
+    for counts in (False, *[True] * rounds):
+        for work, samples in zip(works, times, strict=True):
+            started = time.perf_counter()
+            work()
+            if counts:
+                samples.append(time.perf_counter() - started)
+    return times

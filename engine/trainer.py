@@ -1,0 +1,165 @@
+"""Trainer: sets up what a step needs and runs steps.
+
+Invariant: constructing one allocates nothing that grows with the model; setup allocates once; a step
+allocates no pinned memory and waits for nothing that the schedule does not name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import torch
+
+from engine.adamw import AdamW
+from engine.blocks import Blocks
+from engine.config import EngineConfig
+from engine.executor import Executor
+from engine.lanes import CudaLanes, Lanes, SerialLanes
+from engine.layers.decoder import Decoder
+from engine.recipe import Batch, Recipe
+from engine.sizes import StoreSpec, Work
+from engine.step import LANES
+from engine.store import Store
+
+
+class Trainer:
+    """Trains a model whose parameters and optimizer state stay in host memory, as `blocks` says."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        work: Work,
+        blocks: Blocks,
+        *,
+        recipe: Recipe,
+        config: EngineConfig,
+        device: torch.device,
+        lanes: Lanes | None = None,
+    ) -> None:
+        """lanes: None takes CUDA streams and a worker on a GPU, the serial stand-in on the CPU."""
+        self.work, self.blocks = work, blocks
+        self.recipe, self.config, self.device = recipe, config, device
+        self.num_threads = config.num_threads or default_threads(device)
+        self._decoder, self._lanes = decoder, lanes
+        self._store: Store | None = None
+        self._executor: Executor | None = None
+        self._next_step = 0
+
+    def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Allocate host and device memory and load `weights`: (name, tensor) pairs, each once.
+
+        Raises ValueError where a name or a shape is not the model's, or a parameter is missing;
+        KernelError, before it allocates, where AdamW's kernel can be neither found nor built and
+        `torch_adamw` does not ask for torch's.
+        """
+        use_native = not self.config.torch_adamw
+        optimizer = AdamW(self.recipe, num_threads=self.num_threads, use_native=use_native)
+        spec = StoreSpec.of(self.blocks, self.work, self.config, self.device)
+        self._store = Store(spec, device=self.device)
+        self._load(self._store, weights)
+        if self._lanes is None:
+            names = list(dict.fromkeys(LANES[self.blocks.streams].values()))
+            cuda = self.device.type == "cuda"
+            self._lanes = CudaLanes(self.device, names) if cuda else SerialLanes()
+        self._executor = Executor(
+            self.blocks,
+            self.work,
+            self._decoder,
+            self._store,
+            optimizer,
+            self._lanes,
+            self.device,
+        )
+
+    def _load(self, store: Store, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        shapes = {
+            self._decoder.full_name(number, name): (number, name, shape)
+            for number, block in enumerate(self._decoder.blocks)
+            for name, shape in block.items()
+        }
+        missing = set(shapes)
+        for name, value in weights:
+            if name not in shapes:
+                raise ValueError(
+                    f"weights: got {name!r}, allowed the model's {len(shapes)} parameters, "
+                    f"{min(shapes)} among them; leave it out"
+                )
+            block, local, shape = shapes[name]
+            if value.shape != shape:
+                raise ValueError(
+                    f"weights: got {name!r} of shape {tuple(value.shape)}, allowed {tuple(shape)}; "
+                    "load weights of this very model"
+                )
+            store.set_parameter(block, local, value)
+            missing.discard(name)
+        if missing:
+            raise ValueError(
+                f"weights: {len(missing)} parameters were not given, {sorted(missing)[0]} among them; "
+                "allowed is a full set"
+            )
+
+    @property
+    def store(self) -> Store:
+        """Every parameter and all optimizer state; there from setup to close."""
+        assert self._store is not None, "call setup first"
+        return self._store
+
+    @property
+    def executor(self) -> Executor:
+        """What runs the operations; there from setup to close."""
+        assert self._executor is not None, "call setup first"
+        return self._executor
+
+    def train_step(self, batch: Batch) -> torch.Tensor:
+        """Enqueue one optimizer step over all micro-batches; the mean loss, fp32, 0-dim,
+        unsynchronised.
+
+        Raises ValueError where the batch is not of the shape that the engine was made for.
+
+        Raises NonFiniteLossError, once, here, in a later call or in drain, where a loss or a gradient
+        norm was not finite: that step changed no parameter and no moment, and training can go on.
+        Where a later call raises it, as on CUDA, that call's batch is not trained on either, and the
+        bad step keeps its place in the learning-rate schedule; `resume` takes it back. With
+        `clip_norm=0` there is no norm: a gradient that is not finite is applied, and the next loss
+        tells.
+
+        After any other error updates may be half done: `resume` a checkpoint, in a new engine where
+        the CPU lane's error is raised again.
+        """
+        self._check_batch(batch)
+        # autograd's own thread would keep gradients longer
+        with torch.autograd.set_multithreading_enabled(False):
+            loss = self.executor.run(batch, self._next_step)
+        self._next_step += 1
+        return loss
+
+    def _check_batch(self, batch: Batch) -> None:
+        for name in ("tokens", "labels", "attention_mask"):
+            tensor: torch.Tensor | None = getattr(batch, name)
+            if tensor is None:
+                continue
+            if (tensor.dtype, tuple(tensor.shape)) != (torch.int64, self.work.shape):
+                raise ValueError(
+                    f"batch.{name}: got {tensor.dtype} of shape {tuple(tensor.shape)}, allowed "
+                    f"torch.int64 of shape {self.work.shape}, which are micro-batches, rows and "
+                    "tokens; cut the step as the engine was told"
+                )
+
+    def drain(self) -> None:
+        """Return when every lane is idle and every update applied; raise what went wrong on the CPU
+        lane, as `train_step` does."""
+        self.executor.lanes.drain()
+
+    def close(self) -> None:
+        """Stop the worker and unpin the host arena; idempotent."""
+        if self._lanes is not None:
+            self._lanes.close()
+        if self._store is not None:
+            self._store.close()
+        self._store = self._executor = None
+
+
+def default_threads(device: torch.device) -> int:
+    """All cores of this process, but two beside a GPU."""
+    return max(1, len(os.sched_getaffinity(0)) - (2 if device.type == "cuda" else 0))
