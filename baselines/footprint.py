@@ -37,7 +37,8 @@ def activation_bytes(spec: SystemSpec, options: CommonOptions) -> dict[str, int]
     itemsize = spec.dtype.itemsize
     tokens = spec.shape.micro_batch_size * spec.shape.seq_len
     kept, graph = (
-        layer_activation_bytes(Widths.of(config), tokens, itemsize, backward=backward, compiled=options.compile) for backward in (False, True)
+        layer_activation_bytes(Widths.of(config), tokens, itemsize, backward=backward, compiled=options.compile)
+        for backward in (False, True)
     )
     temporaries = graph - kept
     if spec.model.attn_implementation == "eager":

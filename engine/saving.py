@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,44 @@ from typing import Any
 import torch
 
 from engine.adamw import BlockState
+from engine.layers.decoder import Decoder
 from engine.recipe import Recipe
 from engine.store import Store
 
 FORMAT = 2
 STATE, COMMIT = "state.json", "COMMIT"
+
+
+def load(store: Store, decoder: Decoder, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Fill the store with a model's parameters: (name, tensor) pairs, every one once.
+
+    ValueError where a name or a shape is not the model's, or a parameter is missing.
+    """
+    shapes = {
+        decoder.full_name(number, name): (number, name, shape)
+        for number, block in enumerate(decoder.blocks)
+        for name, shape in block.items()
+    }
+    missing = set(shapes)
+    for name, value in weights:
+        if name not in shapes:
+            raise ValueError(
+                f"weights: got {name!r}, allowed the model's {len(shapes)} parameters, "
+                f"{min(shapes)} among them; leave it out"
+            )
+        block, local, shape = shapes[name]
+        if value.shape != shape:
+            raise ValueError(
+                f"weights: got {name!r} of shape {tuple(value.shape)}, allowed {tuple(shape)}; "
+                "load weights of this very model"
+            )
+        store.set_parameter(block, local, value)
+        missing.discard(name)
+    if missing:
+        raise ValueError(
+            f"weights: {len(missing)} parameters were not given, {sorted(missing)[0]} among them; "
+            "allowed is a full set"
+        )
 
 
 def describe(store: Store) -> dict[str, Any]:

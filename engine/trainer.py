@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
+from engine import saving
 from engine.adamw import AdamW
 from engine.blocks import Blocks
 from engine.config import EngineConfig
@@ -57,7 +58,7 @@ class Trainer:
         optimizer = AdamW(self.recipe, num_threads=self.num_threads, use_native=use_native)
         spec = StoreSpec.of(self.blocks, self.work, self.config, self.device)
         self._store = Store(spec, device=self.device)
-        self._load(self._store, weights)
+        saving.load(self._store, self._decoder, weights)
         if self._lanes is None:
             names = list(dict.fromkeys(LANES[self.blocks.streams].values()))
             cuda = self.device.type == "cuda"
@@ -71,33 +72,6 @@ class Trainer:
             self._lanes,
             self.device,
         )
-
-    def _load(self, store: Store, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        shapes = {
-            self._decoder.full_name(number, name): (number, name, shape)
-            for number, block in enumerate(self._decoder.blocks)
-            for name, shape in block.items()
-        }
-        missing = set(shapes)
-        for name, value in weights:
-            if name not in shapes:
-                raise ValueError(
-                    f"weights: got {name!r}, allowed the model's {len(shapes)} parameters, "
-                    f"{min(shapes)} among them; leave it out"
-                )
-            block, local, shape = shapes[name]
-            if value.shape != shape:
-                raise ValueError(
-                    f"weights: got {name!r} of shape {tuple(value.shape)}, allowed {tuple(shape)}; "
-                    "load weights of this very model"
-                )
-            store.set_parameter(block, local, value)
-            missing.discard(name)
-        if missing:
-            raise ValueError(
-                f"weights: {len(missing)} parameters were not given, {sorted(missing)[0]} among them; "
-                "allowed is a full set"
-            )
 
     @property
     def store(self) -> Store:

@@ -2,9 +2,11 @@
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from engine.__main__ import drawing
 from engine.blocks import Blocks, Fate
 from engine.step import Kind, Op, operations
 
@@ -181,3 +183,19 @@ def test_depth_two_lets_the_next_load_run_beside_the_computation():
             elif op.kind is Kind.LOAD and op.slot >= 0 and computed:
                 waits_for_previous |= (0, computed) in op.waits
         assert waits_for_previous is expected
+
+
+def test_the_picture_in_the_documentation_is_drawn_from_the_schedule():
+    page = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
+    lines = drawing(Blocks(num_layers=3, late_moments=True))
+    assert [line.split()[0] for line in lines] == ["cpu", "compute", "h2d", "d2h"]
+    assert "\n".join(lines) in page
+
+
+@pytest.mark.parametrize(("depth", "waits"), [(2, True), (3, False)])
+def test_with_a_third_slot_the_last_backward_load_need_not_wait(depth, waits):
+    """What the documentation reads from the picture: layer 1's load and the first backward."""
+    ops = operations(Blocks(num_layers=3, depth=depth))
+    first = next(i for i, op in enumerate(ops) if op.kind is Kind.BACKWARD)
+    load = [op for op in ops if op.kind is Kind.LOAD and op.block == 1][-1]
+    assert ((0, first) in load.waits) is waits
