@@ -1,6 +1,8 @@
 """The rooms' imports run one way, and the house rules that a parser can check."""
 
 import ast
+import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -56,18 +58,45 @@ def test_imports_run_one_way(path):
             assert room in ONLY_IN[top], f"{room} imports {name}"
 
 
-def test_the_engine_needs_torch_alone():
-    import sys
+def module_of(path: Path) -> str:
+    """The name that a file is imported by."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
+
+def test_no_imports_go_in_a_circle():
+    """Wherever they are written, inside functions and behind TYPE_CHECKING too."""
+    graph = {module_of(path): imports(path) for path in FILES}
+    graph = {name: {other for other in found if other in graph} for name, found in graph.items()}
+    try:
+        tuple(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+CORE = ("trainer", "blocks", "config", "step", "waits", "executor", "lanes", "device", "store", "layout", "adamw", "sizes")
+"""The engine's files that run decided steps, and what they are made of."""
+
+
+def test_the_core_of_the_engine_does_not_know_the_planner():
+    seen, todo = set(), {f"engine.{name}" for name in CORE}
+    while todo:
+        name = todo.pop()
+        seen.add(name)
+        path = ROOT / (name.replace(".", "/") + ".py")
+        todo |= {other for other in imports(path) if other.startswith("engine.")} - seen
+    assert not {name for name in seen if "planner" in name or name == "engine.megatrain"}
+
+
+def test_the_engine_needs_torch_alone():
     for path in (ROOT / "engine").rglob("*.py"):
         for name in imports(path):
             top = name.split(".")[0]
             assert top in sys.stdlib_module_names or top in ENGINE_LIBRARIES | {"engine"}, f"{path.name} imports {name}"
 
 
-def test_only_the_executor_and_streams_touch_streams():
-    for path in (ROOT / "engine").glob("*.py"):
-        if path.name not in ("streams.py",):
+def test_only_the_lanes_touch_streams():
+    for path in (ROOT / "engine").rglob("*.py"):
+        if path.name != "lanes.py":
             text = path.read_text()
             assert "torch.cuda.Stream(" not in text, path.name
             assert "torch.cuda.stream(" not in text, path.name
