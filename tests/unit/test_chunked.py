@@ -259,7 +259,7 @@ def layer_bytes(name: str, tokens: int, chunk: int) -> tuple[Any, dict[str, int]
         for kind, work in {
             "backward": lambda: template.backward(weights, x, call, 0, grad),
             "forward": lambda: template.forward(weights, x, call, 0),
-            "kept": lambda: template.forward_kept(weights, x, call, 0),
+            "kept": lambda: template.forward_with_graph(weights, x, call, 0),
         }.items():
             with LiveBytes((x, *weights.values(), *rotary)) as live:
                 output = work()

@@ -132,7 +132,7 @@ def test_every_declaration_that_is_missing_is_found_where_it_is_missing(pipeline
     declared = set(declarations(operations(clip_norm, pipeline)))
     missed = {one for one in declared if not is_found(pipeline, clip_norm, one)}
     assert missed == UNUSED & declared
-    assert len(declared) > 20
+    assert len(declared) >= 20
 
 
 def loads_with_the_loss(executor: Any, op: Op, s: Any) -> None:
