@@ -111,17 +111,18 @@ class Planner:
     def _cost(self, blocks: Blocks) -> Cost:
         return Cost(blocks=blocks, work=self.work, rates=self.rates)
 
-    def _store(self, blocks: Blocks) -> StoreSpec:
+    def store_spec(self, blocks: Blocks) -> StoreSpec:
+        """Sizes of the host store."""
         return StoreSpec.of(blocks, self.work, self.config, self.device)
 
     def host_bytes(self, blocks: Blocks) -> dict[str, int]:
         """Host bytes by kind."""
         other = {"other": HOST_OVERHEAD} if self.device.type == "cuda" else {}
-        return self._store(blocks).host_bytes() | other
+        return self.store_spec(blocks).host_bytes() | other
 
     def device_bytes(self, blocks: Blocks) -> dict[str, int]:
         """Device bytes by kind."""
-        state = self._store(blocks).device_state_bytes()
+        state = self.store_spec(blocks).device_state_bytes()
         state.pop("weights")  # device_bytes counts them
         return device_bytes(blocks, self.work) | state
 

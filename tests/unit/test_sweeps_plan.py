@@ -46,7 +46,7 @@ def test_pinning_through_torch_wastes_what_a_power_of_two_is_larger_than_a_layer
         engine = planned(cell, machine)[1]
         assert engine is not None
         plans[pinned] = engine.plan().host
-        spec = engine._planner.host_spec(engine.pipeline)
+        spec = engine._planner.store_spec(engine.blocks)
     layer = spec.buffers()[1]
     assert (1 << (layer - 1).bit_length()) / layer - 1 == pytest.approx(wasted, abs=0.01)
     rounding = plans["torch"].pop("rounding")
