@@ -1,12 +1,11 @@
-"""TrainingSystem: the one interface that the engine and every baseline satisfy, and the registry of them.
+"""TrainingSystem: the one interface that the engine and every baseline satisfy, and what a system is built from.
 
 Invariant: the optimizer step is the only boundary all systems share, so one fused `train_step` is all the
-bench ever calls; a registry entry is imported on use, so a missing dependency costs only its own system.
+bench ever calls. This module imports no other of its room (`baselines.registry` knows the systems).
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,6 +78,8 @@ class SystemSpec:
     """Bytes of device memory to choose for; None is what the device has."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The system's own knobs, the rest of the `system` config group."""
+    implementation: str | None = None
+    """MODULE:CLASS of a system that `baselines.registry` does not have."""
 
 
 class TrainingSystem(Protocol):
@@ -121,34 +122,3 @@ class TrainingSystem(Protocol):
 
     def close(self) -> None:
         """Release devices, pinned memory, threads and process groups; idempotent."""
-
-
-REGISTRY: dict[str, str] = {
-    "in_memory": "baselines.in_memory:InMemory",
-    "megatrain": "baselines.megatrain:build",
-    "zero3": "baselines.zero3:Zero3",
-    "zero2": "baselines.zero3:Zero2",
-    "superoffload": "baselines.superoffload:SuperOffload",
-    "zenflow": "baselines.zenflow:ZenFlow",
-    "zero_infinity": "baselines.zero_infinity:ZeroInfinity",
-    "fsdp2": "baselines.fsdp2:Fsdp2",
-    "torchao_offload": "baselines.torchao_offload:TorchaoOffload",
-    "published_megatrain": "baselines.published_megatrain:PublishedMegaTrain",
-}
-
-
-def build(name: str, spec: SystemSpec) -> TrainingSystem:
-    """The system registered as `name`, its number of kept layers chosen where that was left open.
-
-    ValueError for an unknown system and for options that are not allowed, Unsupported where it cannot run.
-    """
-    from baselines.footprint import choose_kept_layers  # which imports this module
-    from baselines.model import refuse_random
-
-    if name not in REGISTRY:
-        raise ValueError(f"system: got {name!r}, allowed {', '.join(REGISTRY)}; choose one of these")
-    module, attribute = REGISTRY[name].split(":")
-    system: TrainingSystem = getattr(importlib.import_module(module), attribute)(spec)
-    refuse_random(spec.model)
-    choose_kept_layers(system)
-    return system

@@ -150,7 +150,8 @@ def _system(name: str) -> dict[str, Any]:
 
 def too_large(configs: Sequence[Mapping[str, Any]]) -> set[str]:
     """Names of the models that some system of `configs` has no room for; a system that cannot run here has no say."""
-    from baselines.system import Unsupported, build
+    from baselines.registry import build
+    from baselines.system import Unsupported
 
     refused: set[str] = set()
     for cell in map(cell_from, configs):

@@ -95,7 +95,7 @@ def work(cell: Cell, emit: Emitter, rates: Mapping[str, float] | None = None) ->
     from baselines import megatrain
     from baselines.model import initial_weights
     from baselines.model_check import require_runnable
-    from baselines.system import build
+    from baselines.registry import build
     from engine import Rates
     from sweeps import bench, data, heldout
 

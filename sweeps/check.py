@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 from baselines.model_check import require_runnable
-from baselines.system import ModelSpec, build
+from baselines.registry import build
+from baselines.system import ModelSpec
 from sweeps import environment
 from sweeps.cell import Emitter, outlook
 from sweeps.config import Cell, cell_from

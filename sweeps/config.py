@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from baselines.system import REGISTRY, ModelSpec, Shape, SystemSpec
+from baselines.registry import require_known
+from baselines.system import ModelSpec, Shape, SystemSpec
 from engine import Recipe
-from sweeps.identity import PATHS, digest, flat, hashed
+from sweeps.identity import IMPLEMENTATION, PATHS, digest, flat, hashed
 from sweeps.memory import host_bytes
 
 COUNTS = ("num_micro_batches", "omp_num_threads")
@@ -128,6 +129,8 @@ class Cell:
     dtype: str
     options: Mapping[str, Any] = field(default_factory=dict)
     """The system's own knobs: the rest of the system group."""
+    implementation: str | None = None
+    """MODULE:CLASS of a system that is not built in (system.implementation)."""
     omp_num_threads: int = 0
     """OMP_NUM_THREADS of the cell's process (system.omp_num_threads); 0 leaves it."""
     huge_pages: bool = False
@@ -167,6 +170,7 @@ class Cell:
             host_memory=self.machine.host_bytes or host_bytes(),
             device_memory=self.machine.device_bytes,
             options={name: self._path(name) if name in PATHS and value is None else value for name, value in self.options.items()},
+            implementation=self.implementation,
         )
 
     def _path(self, option: str) -> str | None:
@@ -177,7 +181,8 @@ class Cell:
 
 def cell_from(config: Mapping[str, Any]) -> Cell:
     """Validate a plain composed config (device and total_steps already resolved). Raises ValueError, one line."""
-    known = {item.name for item in fields(Cell)} - {"dtype", "options", "omp_num_threads", "huge_pages", "numactl", "config"}
+    of_system = {"dtype", "options", "omp_num_threads", "huge_pages", "numactl", IMPLEMENTATION}
+    known = {item.name for item in fields(Cell)} - of_system - {"config"}
     require("", config, sorted(known - {"time_limit_s"}))  # a row's config has none
     for group in config:
         if group not in known:
@@ -188,7 +193,8 @@ def cell_from(config: Mapping[str, Any]) -> Cell:
     require("system.", config["system"], ())
     system = dict(config["system"])
     name, dtype = str(system.pop("name", None)), str(system.pop("dtype", None))
-    _allow("system", name, tuple(REGISTRY))
+    implementation = system.pop(IMPLEMENTATION, None)
+    require_known(name, implementation)
     _allow("system.dtype", dtype, tuple(DTYPES))
     num_micro_batches, omp_num_threads = (_count(f"system.{knob}", system.pop(knob, 0)) for knob in COUNTS)
     huge_pages = _typed("system.huge_pages", system.pop("huge_pages", False), bool)
@@ -211,6 +217,7 @@ def cell_from(config: Mapping[str, Any]) -> Cell:
         system=name,
         dtype=dtype,
         options=system,
+        implementation=implementation,
         omp_num_threads=omp_num_threads,
         huge_pages=huge_pages,
         time_limit_s=_limit("time_limit_s", config.get("time_limit_s")),

@@ -18,6 +18,8 @@ PATHS = ("checkout", "nvme_path")
 UNHASHED_MEASURE = ("timeout_s", "repeated", "stop_below", "heldout_tokens")
 FALLBACK = "torch_adamw"
 """The engine's option that runs a slower part in place of its own: a cell with it is measured, and never ranked."""
+IMPLEMENTATION = "implementation"
+"""The field of a system that says where its code is, which its name stands for."""
 NEUTRAL = ("num_micro_batches", "omp_num_threads", "huge_pages", "numactl", FALLBACK)
 """Knobs that are as good as not there while they are 0, false or empty: any system's, and the engine's last."""
 
@@ -39,7 +41,7 @@ def effective(system: Mapping[str, Any]) -> dict[str, Any]:
     """A system's settings without those that are as good as not there."""
     rival = "activation_checkpointing" in system  # and recomputed every layer before it could keep some
     neutral = (*NEUTRAL, "keep_activations") if rival else NEUTRAL
-    return {name: value for name, value in system.items() if value or name not in neutral}
+    return {name: value for name, value in system.items() if name != IMPLEMENTATION and (value or name not in neutral)}
 
 
 def published(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from omegaconf import OmegaConf
 from baselines.megatrain import build as build_engine
 from baselines.model import count_params
 from baselines.model_check import require_runnable
-from baselines.system import SystemSpec, Unsupported, build
+from baselines.registry import build
+from baselines.system import SystemSpec, Unsupported
 from engine import Machine, MegaTrain, Plan, Rates, Timeline
 from sweeps import auto, environment
 from sweeps.cell import fits

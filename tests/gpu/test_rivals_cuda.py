@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from baselines.model import initial_weights
-from baselines.system import ModelSpec, Shape, SystemSpec, Unsupported, build
+from baselines.registry import build
+from baselines.system import ModelSpec, Shape, SystemSpec, Unsupported
 from engine import Batch, NonFiniteLossError, Recipe
 from tests.parity.test_baseline_parity import listening
 

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from baselines.model import initial_weights
-from baselines.system import REGISTRY, ModelSpec, Shape, SystemSpec, Unsupported
-from baselines.system import build as build_registered
+from baselines.registry import REGISTRY
+from baselines.registry import build as build_registered
+from baselines.system import ModelSpec, Shape, SystemSpec, Unsupported
 from engine import Batch, NonFiniteLossError, Recipe
 from tests.unit.test_sweeps_config import GROUPS, composed
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from baselines.model import initial_weights
-from baselines.system import ModelSpec, Shape, SystemSpec, build
+from baselines.registry import build
+from baselines.system import ModelSpec, Shape, SystemSpec
 from engine import Batch, Recipe
 from tests.models import COMMON
 

@@ -15,7 +15,8 @@ from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from baselines.model import config_of, initial_weights
-from baselines.system import SystemSpec, build
+from baselines.registry import build
+from baselines.system import SystemSpec
 from engine import Batch, Recipe
 from sweeps import data
 from tests.unit.test_sweeps_config import composed

@@ -22,7 +22,8 @@ from baselines import distributed
 from baselines.common import parse_options, whole_directory
 from baselines.deepspeed_setup import sole_builder
 from baselines.model import count_params, num_params
-from baselines.system import REGISTRY, ModelSpec, Shape, SystemSpec, Unsupported, build
+from baselines.registry import REGISTRY, build
+from baselines.system import ModelSpec, Shape, SystemSpec, Unsupported
 from engine import Recipe
 from tests.made_rows import row
 from tests.unit.test_baselines_model import TINY

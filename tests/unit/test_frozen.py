@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baselines.model import initial_weights
-from baselines.system import build
+from baselines.registry import build
 from engine import Recipe
 from engine.layout import pack
 from tests.models import make_batch, make_engine, make_model, plain_loss

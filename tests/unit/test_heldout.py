@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from baselines.model import initial_weights, materialise
-from baselines.system import build
+from baselines.registry import build
 from sweeps import auto, data, heldout
 from sweeps.config import Cell
 from sweeps.run import command_of

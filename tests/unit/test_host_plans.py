@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from baselines import footprint
-from baselines.system import build
+from baselines.registry import build
 from sweeps.config import cell_from
 from sweeps.result import Row, read_rows
 

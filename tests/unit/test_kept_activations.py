@@ -11,7 +11,8 @@ import torch
 from analysis.rows import family_and_mode
 from baselines.loss import CausalLMLoss
 from baselines.model import config_of, initial_weights, materialise
-from baselines.system import ModelSpec, Shape, build
+from baselines.registry import build
+from baselines.system import ModelSpec, Shape
 from engine import Widths, layer_activation_bytes
 from sweeps.cell import outlook
 from tests.made_rows import row

@@ -8,7 +8,8 @@ import torch
 
 from baselines.in_memory import InMemory
 from baselines.model import initial_weights
-from baselines.system import ModelSpec, Shape, SystemSpec, build
+from baselines.registry import build
+from baselines.system import ModelSpec, Shape, SystemSpec
 from engine import Recipe, norm_of
 from engine.layout import BLOCK_ALIGNMENT
 from tests.models import COMMON, engine_gradients, make_batch, make_engine, make_model

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from baselines.model import config_of
-from baselines.system import ModelSpec, build
+from baselines.registry import build
+from baselines.system import ModelSpec
 from engine.layers.randomness import refuse_random
 from tests.models import make_batch, make_engine, make_model
 from tests.unit.test_baselines_model import TINY

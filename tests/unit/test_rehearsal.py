@@ -6,7 +6,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 from transformers.models.llama.modeling_llama import LlamaModel
 
-from baselines.system import ModelSpec, Shape, SystemSpec, build
+from baselines.registry import build
+from baselines.system import ModelSpec, Shape, SystemSpec
 from engine import EngineConfig, MegaTrain, Recipe, Widths
 from engine.config import RefusedError
 from sweeps.tiny import tiny_config

@@ -21,8 +21,9 @@ from baselines.deepspeed_options import (
 )
 from baselines.footprint import parameter_sizes
 from baselines.model import initial_weights, num_params
+from baselines.registry import build
 from baselines.swap import MARKER, SwapFolder, left_behind
-from baselines.system import ModelSpec, Shape, SystemSpec, Unsupported, build
+from baselines.system import ModelSpec, Shape, SystemSpec, Unsupported
 from baselines.zero3 import Zero3
 from engine import Recipe
 from tests.parity import test_baseline_parity as parity

@@ -10,7 +10,8 @@ import torch
 
 from analysis import numbers, rows, speeds, studies, tables
 from baselines import megatrain
-from baselines.system import ModelSpec, Shape, SystemSpec, Unsupported, build
+from baselines.registry import build
+from baselines.system import ModelSpec, Shape, SystemSpec, Unsupported
 from engine import Machine, Recipe, native
 from sweeps.config import cell_from
 from tests.made_rows import curve, row

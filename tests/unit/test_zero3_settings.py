@@ -9,7 +9,8 @@ import torch
 
 from baselines.deepspeed_options import Zero3Options, deepspeed_config, on_device, smallest_ratio, sub_groups
 from baselines.model import initial_weights, num_params
-from baselines.system import ModelSpec, Shape, SystemSpec, build
+from baselines.registry import build
+from baselines.system import ModelSpec, Shape, SystemSpec
 from engine import Recipe
 from tests.parity import test_baseline_parity as parity
 from tests.unit.test_baselines_model import TINY
