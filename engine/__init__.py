@@ -5,15 +5,24 @@ The names below are all that another room may import; torch is the only dependen
 """
 
 from engine.adamw import clip_scale, norm_of
-from engine.config import EngineConfig
+from engine.config import EngineConfig, RefusedError
 from engine.kernel import KernelError, cache_directory, native
+from engine.layers.decoder import find_layers
 from engine.layers.template import KEEP_BUDGET
 from engine.megatrain import MegaTrain
 from engine.planner.placement import USABLE_DEVICE
 from engine.planner.planner import HOST_OVERHEAD, Machine
 from engine.planner.rates import Rates
 from engine.recipe import IGNORE_INDEX, Batch, NonFiniteLossError, Recipe
-from engine.sizes import Plan, Widths, layer_activation_bytes, logits_bytes
+from engine.saving import whole_directory
+from engine.sizes import (
+    Plan,
+    Widths,
+    dtype_name,
+    layer_activation_bytes,
+    logits_bytes,
+    pinned_rounding,
+)
 from engine.timeline import Timeline
 
 __all__ = [
@@ -30,12 +39,17 @@ __all__ = [
     "Plan",
     "Rates",
     "Recipe",
+    "RefusedError",
     "Timeline",
     "Widths",
     "cache_directory",
     "clip_scale",
+    "dtype_name",
+    "find_layers",
     "layer_activation_bytes",
     "logits_bytes",
     "native",
     "norm_of",
+    "pinned_rounding",
+    "whole_directory",
 ]

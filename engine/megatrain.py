@@ -22,7 +22,7 @@ from engine.layers.rehearsal import rehearse
 from engine.planner.planner import Machine, Planner
 from engine.planner.rates import Rates
 from engine.recipe import Batch, Recipe
-from engine.sizes import Plan, Widths, Work
+from engine.sizes import Plan, Widths, Work, dtype_name
 from engine.timeline import Timeline, last_step
 from engine.trainer import Trainer, default_threads
 
@@ -115,7 +115,7 @@ class MegaTrain(Trainer):
 
     def dtypes(self) -> dict[str, str]:
         """Dtypes of what is kept."""
-        name = str(self.work.dtype).removeprefix("torch.")
+        name = dtype_name(self.work.dtype)
         masters = {
             "split": "float32 (bfloat16 + int16 remainder)",
             "fp32": "float32",

@@ -73,9 +73,13 @@ def describe(store: Store) -> dict[str, Any]:
     }
 
 
-def save(store: Store, directory: Path, step: int, recipe: Recipe) -> None:
-    """Write `directory`; ValueError where it exists. step: optimizer steps taken so far."""
-    directory = Path(directory)
+@contextlib.contextmanager
+def whole_directory(directory: Path) -> Iterator[Path]:
+    """A directory to write in: it is called `directory` when the block ends well, and is gone when it does not.
+
+    ValueError where `directory` exists.
+    """
+    directory = Path(directory).absolute()
     if directory.exists():
         raise ValueError(
             f"save: {directory} exists, allowed a new directory; choose another name or remove it"
@@ -85,11 +89,17 @@ def save(store: Store, directory: Path, step: int, recipe: Recipe) -> None:
     whole = scratch / "whole"  # mkdtemp's own mode is 0700 whatever the umask
     try:
         whole.mkdir()
-        _write(store, whole, step, recipe)
+        yield whole
         os.rename(whole, directory)
         _sync(directory.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def save(store: Store, directory: Path, step: int, recipe: Recipe) -> None:
+    """Write `directory`; ValueError where it exists. step: optimizer steps taken so far."""
+    with whole_directory(directory) as whole:
+        _write(store, whole, step, recipe)
 
 
 def _write(store: Store, whole: Path, step: int, recipe: Recipe) -> None:

@@ -22,6 +22,16 @@ ACTIVATION_MARGIN = 1.05
 """Pinned activation slabs are this much larger than their closed form."""
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16` for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def pinned_rounding(num_bytes: int) -> int:
+    """Bytes that torch adds to a pinned block: up to the next power of two."""
+    return (1 << (num_bytes - 1).bit_length()) - num_bytes if num_bytes else 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Predicted peak bytes: `device` and `host` map a kind (weights, master, moments, ...) to bytes."""
@@ -228,8 +238,7 @@ class StoreSpec:
             "activations": sum(self.activations.values()),
         }
         if self.pinned == "torch":
-            sizes = [size for size in self.buffers() if size]
-            kinds["rounding"] = sum((1 << (size - 1).bit_length()) - size for size in sizes)
+            kinds["rounding"] = sum(map(pinned_rounding, self.buffers()))
         return self._state_bytes(sum(self.hosted_numels)) | kinds
 
     def device_state_bytes(self) -> dict[str, int]:

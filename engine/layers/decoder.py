@@ -52,7 +52,7 @@ class Decoder:
     def __init__(self, model: nn.Module, *, mlp_chunk: int = 0) -> None:
         """mlp_chunk: as `Template` takes it."""
         self.model = model
-        self.prefix, layers = _find_layers(model)
+        self.prefix, layers = find_layers(model)
         _refuse_auxiliary_loss(model)
         _refuse_dropout(model)
         _switch_off_checkpointing(model)
@@ -232,21 +232,26 @@ class Decoder:
         )
 
 
-def _find_layers(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
-    """The first list of layers in what the model says decodes its text, else in the model."""
+def find_layers(model: nn.Module) -> tuple[str, list[nn.Module]]:
+    """Where the decoder layers are in the model, and the layers: the one rule, for every system.
+
+    They are the first list whose members are all of the library's `_no_split_modules` classes, in what the model says
+    decodes its text. Raises RefusedError where there is none.
+    """
     names = set(getattr(model, "_no_split_modules", None) or ())
     get_decoder: Any = getattr(model, "get_decoder", lambda: model)
     decoder = get_decoder()
-    start = next((path for path, module in model.named_modules() if module is decoder), "")
-    for path, module in model.named_modules():
-        if not path.startswith(start):
-            continue
-        if (
-            isinstance(module, nn.ModuleList)
-            and len(module)
-            and {type(layer).__name__ for layer in module} <= names
-        ):
-            return path, list(module)
+    paths = {module: path for path, module in model.named_modules()}
+    for start in (paths.get(decoder, ""), ""):
+        for module, path in paths.items():
+            if (
+                not path.startswith(start)
+                or not isinstance(module, nn.ModuleList)
+                or not len(module)
+            ):
+                continue
+            if {type(layer).__name__ for layer in module} <= names:
+                return path, list(module)
     raise RefusedError(
         f"model: {type(model).__name__} has no list of decoder layers; allowed are decoder-only transformers models"
     )
