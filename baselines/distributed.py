@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from typing import Any
 
 import torch.distributed as dist
 
@@ -40,7 +41,8 @@ def acquire(backend: str) -> None:
     if not dist.is_initialized():
         _before.update({name: os.environ.get(name) for name in ALONE})
         os.environ.update(ALONE)
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
         _users, _ours = 0, True
     # DeepSpeed and FSDP2 call collectives that torch 2.13 renamed: a warning a call, inside the measured step.
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\..* is deprecated", category=FutureWarning)
@@ -54,7 +56,7 @@ def release() -> None:
     if _users or not _ours:
         return
     _ours = False
-    deepspeed_comm = sys.modules.get("deepspeed.comm.comm")
+    deepspeed_comm: Any = sys.modules.get("deepspeed.comm.comm")
     if deepspeed_comm is not None and deepspeed_comm.cdb is not None and deepspeed_comm.cdb.is_initialized():
         # DeepSpeed keeps the group in module globals; a second engine in this process would use the dead one.
         deepspeed_comm.destroy_process_group()

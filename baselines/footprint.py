@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from baselines.common import AS_MANY_AS_FIT, CommonOptions
 from baselines.model import build_skeleton, config_of
+from baselines.options import AS_MANY_AS_FIT, CommonOptions
 from baselines.system import ModelSpec, SystemSpec
-from engine import HOST_OVERHEAD, USABLE_DEVICE, Plan, Widths, layer_activation_bytes, logits_bytes
+from engine import HOST_OVERHEAD, USABLE_DEVICE, Plan, Widths, layer_activation_bytes, logits_bytes, pinned_rounding
 
 CUDA_WORKSPACE_BYTES = 1 << 30
 """cuBLAS and cuDNN workspaces and the allocator's fragments."""
@@ -102,11 +102,6 @@ def plan_on(device: torch.device, on_device: Mapping[str, int], on_host: Mapping
     return Plan(device={**on_device, "workspace": workspace}, host=dict(on_host))
 
 
-def rounding(num_bytes: int) -> int:
-    """Bytes that torch adds to a pinned block: up to the next power of two."""
-    return (1 << (num_bytes - 1).bit_length()) - num_bytes
-
-
 class PinnedBlocks:
     """What torch's pinned allocator holds: blocks of a power of two, kept when freed, for requests of their own size alone.
 
@@ -120,7 +115,7 @@ class PinnedBlocks:
 
     def take(self, num_bytes: int) -> None:
         """Allocate: a free block of that size, else a new one."""
-        block = num_bytes + rounding(num_bytes)
+        block = num_bytes + pinned_rounding(num_bytes)
         if self._free[block]:
             self._free[block] -= 1
         else:
@@ -128,7 +123,7 @@ class PinnedBlocks:
 
     def free(self, num_bytes: int) -> None:
         """Give back what `take` gave for as many bytes; nothing returns to the system."""
-        self._free[num_bytes + rounding(num_bytes)] += 1
+        self._free[num_bytes + pinned_rounding(num_bytes)] += 1
 
 
 def process_bytes(device: torch.device, num_processes: int = 1) -> int:

@@ -7,29 +7,20 @@ micro-batch's gradients go to the host unless `accumulate_on_device` says that t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from baselines import distributed, footprint
-from baselines.common import (
-    CommonOptions,
-    adamw_settings,
-    check_dtype,
-    dtype_name,
-    load_state,
-    micro_batches,
-    parse_options,
-    raise_unless_finite,
-    whole_directory,
-)
+from baselines import footprint
 from baselines.loss import loss_of
-from baselines.model import config_of, count_params, decoder_layers, materialise
+from baselines.model import count_params, decoder_layers, materialise
+from baselines.options import CommonOptions
+from baselines.rival import TorchRival, adamw_settings, micro_batches, raise_unless_finite
 from baselines.system import SystemSpec
-from engine import Batch, Plan, norm_of
+from engine import Batch, Plan, norm_of, pinned_rounding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,19 +33,16 @@ class Fsdp2Options(CommonOptions):
     """Free a layer's gathered weights after its forward, to gather them again for its backward; false keeps all until then."""
 
 
-class Fsdp2:
+class Fsdp2(TorchRival):
     """FSDP2 with CPUOffloadPolicy and fused AdamW on the host, as a `TrainingSystem`."""
 
     options_class = Fsdp2Options
+    options: Fsdp2Options
 
     def __init__(self, spec: SystemSpec) -> None:
-        check_dtype(spec.dtype)
-        self.options = parse_options(self.options_class, spec.options)
-        config_of(spec.model)
-        self.spec = spec
+        super().__init__(spec)
         self.loss: Any = None
-        self._joined = False
-        self._optimizer_s = self._clip_s = 0.0
+        self._clip_s = 0.0
 
     def plan(self) -> Plan:
         """Closed-form bytes; on the host 20 to 24 a parameter at 3B, 7B and 14B, within 1% of the rows of 3B and 7B.
@@ -80,46 +68,37 @@ class Fsdp2:
             "master": 4 * count.total,
             "moments": 8 * count.total,
             "gradients": 4 * count.total,
-            "staging": 2 * sum(footprint.rounding(4 * size) for size in sizes) if self.spec.device.type == "cuda" else 0,
+            "staging": 2 * sum(pinned_rounding(4 * size) for size in sizes) if self.spec.device.type == "cuda" else 0,
             "other": footprint.process_bytes(self.spec.device),
         }
         return footprint.plan_on(self.spec.device, device, host)
-
-    def dtypes(self) -> dict[str, str]:
-        """Dtypes of (unsharded) weights, master, moments and gradients."""
-        return {"weights": dtype_name(self.spec.dtype), "master": "float32", "moments": "float32", "gradients": "float32"}
 
     def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Build the fp32 module on the host, shard each decoder layer and the rest, and make the optimizer."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-        spec, recipe = self.spec, self.spec.recipe
+        spec = self.spec
         on_cuda = spec.device.type == "cuda"
         # Gradients are on the host: without gloo beside NCCL, clipping them fails.
-        distributed.acquire("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
-        self._joined = True
+        self._join("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
         model = materialise(spec.model, torch.float32, torch.device("cpu"), weights)
         names = [name for name, _ in model.named_parameters()]
         self.loss = loss_of(model, self.options)
-        # The wrapper is the root: it calls the decoder and the head itself, so the head's unsharding hangs on its forward.
-        sharding = {
-            "mesh": init_device_mesh(spec.device.type, (1,)),
-            "mp_policy": MixedPrecisionPolicy(param_dtype=spec.dtype, reduce_dtype=torch.float32),
-            "offload_policy": CPUOffloadPolicy(pin_memory=on_cuda),
-        }
-        for layer in decoder_layers(model):
-            fully_shard(layer, reshard_after_forward=self.options.reshard_after_forward, **sharding)
-        fully_shard(self.loss, **sharding)
-        # fully_shard made new Parameter objects: ask again, in the same order.
-        self._named = [(name, param) for name, (_, param) in zip(names, model.named_parameters(), strict=True)]
-        self._optimizer = torch.optim.AdamW(
-            [param for _, param in self._named],
-            **adamw_settings(recipe),
-            fused=True,
+        shard = functools.partial(
+            fully_shard,
+            mesh=init_device_mesh(spec.device.type, (1,)),
+            mp_policy=MixedPrecisionPolicy(param_dtype=spec.dtype, reduce_dtype=torch.float32),
+            offload_policy=CPUOffloadPolicy(pin_memory=on_cuda),
         )
-        self._step = 0
-        self._optimizer_s = self._clip_s = 0.0
+        for layer in decoder_layers(model):
+            shard(layer, reshard_after_forward=self.options.reshard_after_forward)
+        # The wrapper is the root: it calls the decoder and the head itself, so the head's unsharding
+        # hangs on its forward.
+        shard(self.loss)
+        # fully_shard made new Parameter objects: ask again, in the same order.
+        self._named = dict(zip(names, model.parameters(), strict=True))
+        self._optimizer = torch.optim.AdamW(self._named.values(), **adamw_settings(spec.recipe), fused=True)
 
     def train_step(self, batch: Batch) -> torch.Tensor:
         """One optimizer step; clipping on the host waits for the gradients, so the loss is looked at there too."""
@@ -139,71 +118,53 @@ class Fsdp2:
 
     def _update(self) -> None:
         recipe, started = self.spec.recipe, time.perf_counter()
-        if recipe.clip_norm > 0:
-            gradients = [_local(param.grad) for _, param in self._named if param.grad is not None]
-            norm = norm_of(gradients)
-            raise_unless_finite(norm, "the gradient norm", self._step)
-            scale = recipe.clip_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
-            if scale < 1:
-                for gradient in gradients:
-                    gradient.mul_(scale)
-        self._clip_s += time.perf_counter() - started
-        self._optimizer.param_groups[0]["lr"] = recipe.lr_at(self._step)
-        self._optimizer.step()
-        self._optimizer_s += time.perf_counter() - started
-        self._step += 1
+        with self._optimizing():
+            if recipe.clip_norm > 0:
+                self._clip(recipe.clip_norm)
+            self._clip_s += time.perf_counter() - started
+            self._optimizer.param_groups[0]["lr"] = recipe.lr_at(self._step)
+            self._optimizer.step()
 
-    def drain(self) -> None:
-        """Wait for the device."""
-        if self.spec.device.type == "cuda":
-            torch.cuda.synchronize(self.spec.device)
+    def _clip(self, clip_norm: float) -> None:
+        """Scale the gradients as torch.nn.utils.clip_grad_norm_ does."""
+        named = self._named.values()
+        gradients = [_local(param.grad) for param in named if param.grad is not None]
+        norm = norm_of(gradients)
+        raise_unless_finite(norm, "the gradient norm", self._step)
+        scale = clip_norm / (norm + 1e-6)
+        if scale < 1:
+            for gradient in gradients:
+                gradient.mul_(scale)
 
     def counters(self) -> dict[str, float]:
         """optimizer_s: seconds of clipping (clip_s) and AdamW on the host; nothing overlaps them."""
-        return {"optimizer_s": self._optimizer_s, "optimizer_wait_s": self._optimizer_s, "clip_s": self._clip_s}
+        return {**super().counters(), "clip_s": self._clip_s}
 
-    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, fp32 master on the host), one at a time."""
-        for name, param in self._named:
-            yield name, _local(param).to("cpu", copy=True)
+    def _held(self) -> Iterator[tuple[str, torch.Tensor, Mapping[str, torch.Tensor]]]:
+        for name, param in self._named.items():
+            state = self._optimizer.state[param]
+            yield name, _local(param), {key: _local(value) for key, value in state.items()}
 
-    def save(self, directory: Path) -> None:
-        """Write master, moments and the step number to `directory`/state.pt, as plain tensors."""
-        self.drain()
-        moments = {}
-        for name, param in self._named:
-            moments[name] = {key: _local(value) for key, value in self._optimizer.state[param].items()}
-        master = {name: _local(param) for name, param in self._named}
-        with whole_directory(directory) as partial:
-            torch.save({"master": master, "moments": moments, "step": self._step}, partial / "state.pt")
-
-    @torch.no_grad()
-    def resume(self, directory: Path) -> None:
-        """Continue bit for bit where `save` was called."""
-        state = load_state(directory, len(self._named))
-        for name, param in self._named:
-            _local(param).copy_(state["master"][name])
+    def _hold(self, held: Mapping[str, tuple[torch.Tensor, Mapping[str, torch.Tensor]]]) -> None:
+        for name, param in self._named.items():
+            master, moments = held[name]
+            _local(param).copy_(master)
             self._optimizer.state[param] = {
-                key: value.clone() if key == "step" else _like(param, value) for key, value in state["moments"][name].items()
+                key: value.clone() if key == "step" else _like(param, value) for key, value in moments.items()
             }
-        self._step = state["step"]
 
     def close(self) -> None:
         """Free the memory and leave the process group; idempotent."""
         if self.loss is not None:
             self.loss = None
             del self._named, self._optimizer
-        if self._joined:
-            self._joined = False
-            distributed.release()
-        if self.spec.device.type == "cuda":
-            torch.cuda.empty_cache()
+        super().close()
 
 
 def _local(tensor: Any) -> torch.Tensor:
     """The whole tensor that a DTensor over one process stands for; a plain tensor is itself."""
     local: torch.Tensor = tensor.detach()
-    return local.to_local() if hasattr(local, "to_local") else local  # type: ignore[no-any-return]
+    return local.to_local() if hasattr(local, "to_local") else local
 
 
 def _like(param: Any, value: torch.Tensor) -> torch.Tensor:

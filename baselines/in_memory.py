@@ -1,4 +1,6 @@
-"""InMemory: weights, master, moments and gradients on one device. The numerics reference, and the rival that no link slows down.
+"""InMemory: weights, master, moments and gradients on one device.
+
+It is the reference for numerics, and the rival that no link slows down.
 
 Invariant: the step is AdamW on an fp32 master with gradients accumulated and clipped in fp32, written in the
 fewest lines; a step whose loss or gradient norm is not finite leaves every parameter as it was.
@@ -6,39 +8,26 @@ fewest lines; a step whose loss or gradient norm is not finite leaves every para
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
 from baselines import footprint
-from baselines.common import (
-    CommonOptions,
-    FiniteFlag,
-    adamw_settings,
-    check_dtype,
-    dtype_name,
-    load_state,
-    micro_batches,
-    parse_options,
-    whole_directory,
-)
 from baselines.loss import CausalLMLoss, loss_of
-from baselines.model import config_of, count_params, materialise
+from baselines.model import count_params, materialise
+from baselines.options import CommonOptions
+from baselines.rival import FiniteFlag, TorchRival, adamw_settings, micro_batches
 from baselines.system import SystemSpec
-from engine import Batch, Plan, norm_of
+from engine import Batch, NonFiniteLossError, Plan, norm_of
 
 
-class InMemory:
+class InMemory(TorchRival):
     """Plain training on one device, as a `TrainingSystem`."""
 
-    options_class = CommonOptions
+    options: CommonOptions
 
     def __init__(self, spec: SystemSpec) -> None:
-        check_dtype(spec.dtype)
-        self.options = parse_options(self.options_class, spec.options)
-        config_of(spec.model)
-        self.spec = spec
+        super().__init__(spec)
         self.loss: CausalLMLoss | None = None
 
     def plan(self) -> Plan:
@@ -54,32 +43,28 @@ class InMemory:
         }
         return footprint.plan_on(self.spec.device, device, {})
 
-    def dtypes(self) -> dict[str, str]:
-        """Dtypes of weights, master, moments and (accumulated) gradients."""
-        return {"weights": dtype_name(self.spec.dtype), "master": "float32", "moments": "float32", "gradients": "float32"}
-
     def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load the weights and make the master, the gradients and the optimizer."""
         spec = self.spec
         model = materialise(spec.model, spec.dtype, spec.device, weights)
         self.loss = loss_of(model, self.options)
-        named = list(model.named_parameters())
-        self._names, self._params = [name for name, _ in named], [param for _, param in named]
+        self._params: dict[str, torch.Tensor] = dict(model.named_parameters())
         self._masters = self._params
         if spec.dtype != torch.float32:
-            self._masters = [p.detach().float().requires_grad_(p.requires_grad) for p in self._params]
-            for param, master in zip(self._params, self._masters, strict=True):
+            self._masters = {
+                name: param.detach().float().requires_grad_(param.requires_grad) for name, param in self._params.items()
+            }
+            for name, param in model.named_parameters():
                 if param.requires_grad:
+                    master = self._masters[name]
                     hook = self._accumulate_into(master, torch.zeros_like(master))
-                    param.register_post_accumulate_grad_hook(hook)
-        recipe = spec.recipe
+                    param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self._optimizer = torch.optim.AdamW(
-            [master for master in self._masters if master.requires_grad],
-            **adamw_settings(recipe),
+            [master for master in self._masters.values() if master.requires_grad],
+            **adamw_settings(spec.recipe),
             fused=True,
         )
         self._flag = FiniteFlag(spec.device)
-        self._step = 0
 
     def _accumulate_into(self, master: torch.Tensor, total: torch.Tensor) -> Callable[[torch.Tensor], None]:
         """A hook that adds a bf16 gradient to its fp32 total and frees it at once, so they are never all alive.
@@ -115,7 +100,8 @@ class InMemory:
     @torch.no_grad()
     def _update(self, loss: torch.Tensor) -> None:
         """Clip (scale = min(1, clip_norm / (norm + 1e-6)), as torch does), AdamW on the master, bf16 weights from it."""
-        recipe, grads = self.spec.recipe, [master.grad for master in self._masters if master.grad is not None]
+        recipe, masters = self.spec.recipe, list(self._masters.values())
+        grads = [master.grad for master in masters if master.grad is not None]
         # One kernel for all parameters; on the CPU it would sum a large one in a few fp32 lanes.
         on_cpu = self.spec.device.type == "cpu"
         norm = norm_of(grads) if on_cpu else torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
@@ -127,21 +113,20 @@ class InMemory:
         self._optimizer.param_groups[0]["lr"] = recipe.lr_at(self._step)
         self._optimizer.step()
         if self._masters is not self._params:
-            torch._foreach_copy_(self._params, self._masters)
+            torch._foreach_copy_(list(self._params.values()), masters)
         self._flag.record(not_finite, self._step)
         self._step += 1
 
     def _raise_if_bad(self) -> None:
         try:
             self._flag.raise_if_bad()
-        except RuntimeError:
+        except NonFiniteLossError:
             self._step -= 1
             raise
 
     def drain(self) -> None:
         """Wait for the device; raise for a step that was not finite."""
-        if self.spec.device.type == "cuda":
-            torch.cuda.synchronize(self.spec.device)
+        super().drain()
         if self.loss is not None:
             self._raise_if_bad()
 
@@ -149,33 +134,21 @@ class InMemory:
         """Nothing crosses the link here, and the optimizer has no clock of its own."""
         return {}
 
-    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, fp32 master on the host), one at a time."""
-        for name, master in zip(self._names, self._masters, strict=True):
-            yield name, master.detach().to("cpu", copy=True)
+    def _held(self) -> Iterator[tuple[str, torch.Tensor, Mapping[str, torch.Tensor]]]:
+        for name, master in self._masters.items():
+            yield name, master.detach(), self._optimizer.state.get(master, {})
 
-    def save(self, directory: Path) -> None:
-        """Write master, moments and the step number to `directory`/state.pt."""
-        self.drain()
-        master = {name: tensor.detach() for name, tensor in zip(self._names, self._masters, strict=True)}
-        with whole_directory(directory) as partial:
-            torch.save({"master": master, "optimizer": self._optimizer.state_dict(), "step": self._step}, partial / "state.pt")
-
-    @torch.no_grad()
-    def resume(self, directory: Path) -> None:
-        """Continue bit for bit where `save` was called."""
-        state = load_state(directory, len(self._names))
-        for name, master, param in zip(self._names, self._masters, self._params, strict=True):
-            master.copy_(state["master"][name])
-            param.copy_(master)
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._step = state["step"]
+    def _hold(self, held: Mapping[str, tuple[torch.Tensor, Mapping[str, torch.Tensor]]]) -> None:
+        for name, own in self._masters.items():
+            master, moments = held[name]
+            own.copy_(master)
+            self._params[name].copy_(master)
+            if moments:  # none before the first step, nor of a frozen parameter
+                self._optimizer.state[own] = {key: value.to(own.device, copy=True) for key, value in moments.items()}
 
     def close(self) -> None:
-        """Free the device memory; idempotent."""
-        if self.loss is None:
-            return
-        self.loss = None
-        del self._params, self._masters, self._optimizer, self._flag
-        if self.spec.device.type == "cuda":
-            torch.cuda.empty_cache()
+        """Free the device's memory; idempotent."""
+        if self.loss is not None:
+            self.loss = None
+            del self._params, self._masters, self._optimizer, self._flag
+        super().close()

@@ -25,8 +25,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from baselines.common import CommonOptions
-from baselines.model import decoder_layers
+from baselines.model import decoder_layers, find_decoder
+from baselines.options import CommonOptions
 from baselines.system import Unsupported
 from engine import IGNORE_INDEX, KEEP_BUDGET
 
@@ -57,9 +57,8 @@ def _decoder_path(model: nn.Module) -> str:
 
     The base model, or the decoder in it where that is half of an encoder and decoder, as of OPT and Whisper.
     """
-    layers = decoder_layers(model)
-    path = next(path for path, module in model.named_modules() if module is layers)
-    prefix = model.base_model_prefix
+    path, _ = find_decoder(model)
+    prefix: Any = model.base_model_prefix
     base = prefix if prefix in dict(model.named_children()) else path.partition(".")[0]
     return f"{base}.decoder" if path.startswith(f"{base}.decoder.") else base
 
@@ -89,7 +88,7 @@ def _tail_of(model: nn.Module) -> nn.Module:
     return tail
 
 
-def _checkpoint_layers(model: nn.Module, kept: Sequence[nn.Module]) -> None:
+def _checkpoint_layers(model: Any, kept: Sequence[Any]) -> None:
     """Recompute each decoder layer but those `kept` in the backward. transformers renamed the method after 5.17."""
     if not getattr(model, "supports_gradient_checkpointing", True):
         if not all(hasattr(layer, "gradient_checkpointing") for layer in decoder_layers(model)):
@@ -97,7 +96,7 @@ def _checkpoint_layers(model: nn.Module, kept: Sequence[nn.Module]) -> None:
                 f"transformers cannot recompute the layers of {type(model).__name__}; set system.activation_checkpointing=false"
             )
         model.supports_gradient_checkpointing = True  # JetMoe's layers can, whatever their model says
-    enable: Any = getattr(model, "activation_checkpointing_enable", None)
+    enable = getattr(model, "activation_checkpointing_enable", None)
     if enable is None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     else:
@@ -176,7 +175,8 @@ class CausalLMLoss(nn.Module):
         hidden = decoder(input_ids=tokens, attention_mask=attention_mask, use_cache=False).last_hidden_state
         rows, targets = hidden.flatten(0, 1), labels.flatten()
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for chunk, target in zip(rows.split(self.loss_chunk), targets.split(self.loss_chunk), strict=True):
+        chunks = (torch.split(part, self.loss_chunk) for part in (rows, targets))
+        for chunk, target in zip(*chunks, strict=True):
             # The chunk's logits die with this call and are computed again in its backward.
             total = total + checkpoint(self._chunk_loss, chunk, target, use_reentrant=False, preserve_rng_state=False)
         return total / num_tokens

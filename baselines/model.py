@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from baselines.system import ModelSpec, Unsupported
+from engine import RefusedError, find_layers
 
 LEGACY_ROPE = ("rope_theta", "rope_scaling")
 """Keys of transformers 4 that transformers 5 still turns into `rope_parameters`."""
@@ -116,7 +117,7 @@ def _large_parameters_on_meta() -> Iterator[None]:
             param._is_hf_initialized = True  # type: ignore[attr-defined]  # nothing to draw: most of the time spent here
         register(module, name, param)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     try:
         with _HugeOnMeta():
             yield
@@ -132,12 +133,12 @@ def build_skeleton(spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
     """
     from transformers import AutoModelForCausalLM
 
-    config = config_of(spec)
+    config, from_config = config_of(spec), cast(Any, AutoModelForCausalLM.from_config)
     skip_packed_sequence_check()
     with torch.random.fork_rng(devices=[]), _large_parameters_on_meta():
         torch.manual_seed(0)
         try:
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=spec.attn_implementation)
+            model: nn.Module = from_config(config, dtype=dtype, attn_implementation=spec.attn_implementation)
         except ImportError as error:
             raise Unsupported(f"model.attn_implementation={spec.attn_implementation}: {_one_line(error)}") from None
         except ValueError as error:
@@ -148,14 +149,14 @@ def build_skeleton(spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
                 f"(eager always is); choose another: {_one_line(error)}"
             ) from None
     model.train()
-    return model  # type: ignore[no-any-return]
+    return model
 
 
-class _RandomOps(TorchDispatchMode):
+class _RandomOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Collects the names of operators that draw random numbers."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -206,19 +207,17 @@ def skip_packed_sequence_check() -> None:
         masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
 
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The decoder layers: the longest ModuleList whose members are all of the library's `_no_split_modules` classes."""
-    classes = set(getattr(model, "_no_split_modules", None) or ())
-    lists = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList) and len(module) and all(type(child).__name__ in classes for child in module)
-    ]
-    if not lists:
-        raise Unsupported(
-            f"{type(model).__name__} has no list of decoder layers named in _no_split_modules; use another model_type"
-        )
-    return max(lists, key=len)
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers, found by the engine's rule. Unsupported, in one line, where there are none."""
+    return find_decoder(model)[1]
+
+
+def find_decoder(model: nn.Module) -> tuple[str, list[nn.Module]]:
+    """The name of the list of decoder layers in the model, and `decoder_layers`."""
+    try:
+        return find_layers(model)
+    except RefusedError as error:
+        raise Unsupported(str(error)) from None
 
 
 class initial_weights:  # noqa: N801 - reads as the function it is: an iterable that can be walked again
@@ -306,13 +305,13 @@ def materialise(
             owners.setdefault(param, []).append((module, attribute))
     missing = dict(model.named_parameters())
     for name, value in weights:
-        param = missing.pop(name, None)
-        if param is None or param.shape != value.shape:
+        own = missing.pop(name, None)
+        if own is None or own.shape != value.shape:
             raise ValueError(
                 f"weights: got {name} of shape {tuple(value.shape)}, allowed the parameters of {spec.name}; rebuild them"
             )
-        loaded = nn.Parameter(value.detach().to(device=device, dtype=dtype, copy=True), param.requires_grad)
-        for module, attribute in owners[param]:
+        loaded = nn.Parameter(value.detach().to(device=device, dtype=dtype, copy=True), own.requires_grad)
+        for module, attribute in owners[own]:
             setattr(module, attribute, loaded)
     if missing:
         raise ValueError(f"weights: {', '.join(list(missing)[:3])} not given, allowed all parameters of {spec.name}; rebuild them")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,12 @@ from typing import Any
 import torch
 
 from baselines import footprint
-from baselines.common import adamw_settings, check_dtype, dtype_name, parse_options, raise_unless_finite, require_cuda, word
-from baselines.deepspeed_setup import import_deepspeed, require_deepspeed, sole_builder
+from baselines.deepspeed.setup import import_deepspeed, require_deepspeed, sole_builder
 from baselines.model import config_of, count_params, materialise
+from baselines.options import text
+from baselines.rival import Rival, adamw_settings, raise_unless_finite, require_cuda
 from baselines.system import SystemSpec, Unsupported
-from engine import IGNORE_INDEX, Batch, Plan, Widths, layer_activation_bytes
+from engine import IGNORE_INDEX, Batch, Plan, Widths, dtype_name, layer_activation_bytes, pinned_rounding
 
 PACKAGE = "infinity"
 """What the authors' package is called."""
@@ -35,9 +35,9 @@ ATTENTION = ("flash_attention_2", "sdpa", "eager")
 class PublishedOptions:
     """Options of `PublishedMegaTrain`; the defaults are the authors'."""
 
-    preset: str | None = word("a word")
+    preset: str | None = text("a word")
     """Label of the settings in rows and figures; it changes nothing."""
-    checkout: str | None = word("the path of a clone")
+    checkout: str | None = text("the path of a clone")
     """Folder of a clone of the authors' repository."""
     checkpoint_interval: int = 4
     """Layers between two kept activations."""
@@ -52,15 +52,14 @@ class _NoMask:
         """Nothing: sdpa is then causal."""
 
 
-class PublishedMegaTrain:
+class PublishedMegaTrain(Rival):
     """The authors' CPUMasterModel with DeepSpeedCPUAdam, as a `TrainingSystem`; CUDA only, one micro-batch a step."""
 
     options_class = PublishedOptions
+    options: PublishedOptions
 
     def __init__(self, spec: SystemSpec) -> None:
-        check_dtype(spec.dtype)
-        self.options = parse_options(self.options_class, spec.options)
-        config_of(spec.model)
+        super().__init__(spec)
         require_cuda(spec.device, "the published MegaTrain code")
         self.checkout = _checked(self.options.checkout)
         if spec.shape.num_micro_batches > 1:
@@ -74,7 +73,6 @@ class PublishedMegaTrain:
                 f"{spec.model.attn_implementation}"
             )
         require_deepspeed()
-        self.spec = spec
         self.caveat = f"{dtype_name(spec.dtype)} weights are the master; the last label of each sequence is not trained on"
         self._model: Any = None
 
@@ -99,14 +97,14 @@ class PublishedMegaTrain:
             "master": 0,
             "moments": 8 * count.total,
             "gradients": itemsize * count.total + sum(slabs),
-            "staging": sum(map(footprint.rounding, (*slabs, *flats))),
+            "staging": sum(map(pinned_rounding, (*slabs, *flats))),
         }
         return footprint.plan_on(spec.device, device, host)
 
     def dtypes(self) -> dict[str, str]:
         """The weights are their own master."""
         compute = dtype_name(self.spec.dtype)
-        return {"weights": compute, "master": compute, "moments": "float32", "gradients": compute}
+        return super().dtypes() | {"master": compute, "gradients": compute}
 
     def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Import the authors' package and give it the module that every system trains."""
@@ -133,8 +131,6 @@ class PublishedMegaTrain:
                 **adamw_settings(recipe),
                 adamw_mode=True,
             )
-        self._step = 0
-        self._optimizer_s = 0.0
 
     def train_step(self, batch: Batch) -> torch.Tensor:
         """Their step: loss and gradients, clipping and AdamW on the CPU, weights to the device. They read the loss on the host."""
@@ -155,23 +151,15 @@ class PublishedMegaTrain:
         return torch.tensor(loss, dtype=torch.float32)
 
     def _update(self) -> None:
-        recipe, started = self.spec.recipe, time.perf_counter()
-        if recipe.clip_norm > 0:
-            norm = torch.nn.utils.clip_grad_norm_(self._model.get_parameters(), recipe.clip_norm)
-            raise_unless_finite(norm, "the gradient norm", self._step)
-        self._optimizer.param_groups[0]["lr"] = recipe.lr_at(self._step)
-        self._optimizer.step()
-        self._model._sync_params_to_gpu()
-        self._optimizer_s += time.perf_counter() - started
-        self._step += 1
-
-    def drain(self) -> None:
-        """Wait for the device."""
-        torch.cuda.synchronize(self.spec.device)
-
-    def counters(self) -> dict[str, float]:
-        """optimizer_s: seconds of clipping, AdamW and the weights' way back; nothing overlaps them."""
-        return {"optimizer_s": self._optimizer_s, "optimizer_wait_s": self._optimizer_s}
+        """Clipping, AdamW and the weights' way back."""
+        recipe = self.spec.recipe
+        with self._optimizing():
+            if recipe.clip_norm > 0:
+                norm = torch.nn.utils.clip_grad_norm_(self._model.get_parameters(), recipe.clip_norm)
+                raise_unless_finite(norm, "the gradient norm", self._step)
+            self._optimizer.param_groups[0]["lr"] = recipe.lr_at(self._step)
+            self._optimizer.step()
+            self._model._sync_params_to_gpu()
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, the weight in fp32 on the host), one at a time."""
@@ -190,12 +178,11 @@ class PublishedMegaTrain:
 
     def close(self) -> None:
         """Stop their worker and free the memory; idempotent."""
-        if self._model is None:
-            return
-        self._model.cleanup()
-        self._model = self._optimizer = None
-        del self._named
-        torch.cuda.empty_cache()
+        if self._model is not None:
+            self._model.cleanup()
+            self._model = self._optimizer = None
+            del self._named
+        super().close()
 
 
 def _checked(checkout: str | None) -> Path:

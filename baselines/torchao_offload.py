@@ -7,30 +7,18 @@ recipe asks. It starts on the host while the last gradients arrive, so nothing c
 from __future__ import annotations
 
 import importlib.util
-import time
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from baselines import footprint
-from baselines.common import (
-    CommonOptions,
-    FiniteFlag,
-    adamw_settings,
-    check_dtype,
-    dtype_name,
-    load_state,
-    micro_batches,
-    parse_options,
-    require_cuda,
-    whole_directory,
-)
 from baselines.loss import loss_of
-from baselines.model import config_of, count_params, materialise
+from baselines.model import count_params, materialise
+from baselines.options import CommonOptions
+from baselines.rival import FiniteFlag, TorchRival, adamw_settings, micro_batches, require_cuda
 from baselines.system import SystemSpec, Unsupported
-from engine import Batch, Plan
+from engine import Batch, Plan, dtype_name, pinned_rounding
 
 
 class MasterAdamW(torch.optim.Optimizer):
@@ -62,20 +50,18 @@ class MasterAdamW(torch.optim.Optimizer):
             master.grad = None
 
 
-class TorchaoOffload:
+class TorchaoOffload(TorchRival):
     """torchao's CPUOffloadOptimizer as a `TrainingSystem`; CUDA only. Raises Unsupported where torchao is missing."""
 
-    options_class = CommonOptions
+    options: CommonOptions
 
     def __init__(self, spec: SystemSpec) -> None:
-        check_dtype(spec.dtype)
-        self.options = parse_options(self.options_class, spec.options)
-        config_of(spec.model)
+        super().__init__(spec)
         require_cuda(spec.device, "torchao's CPUOffloadOptimizer")
         if importlib.util.find_spec("torchao") is None:
             raise Unsupported("torchao is not installed; pip install 'torchao>=0.11', or megatrain-bench[torchao]")
-        self.spec = spec
-        self.caveat = f"no clipping, where the recipe clips at {spec.recipe.clip_norm:g}" if spec.recipe.clip_norm > 0 else None
+        if spec.recipe.clip_norm > 0:
+            self.caveat = f"no clipping, where the recipe clips at {spec.recipe.clip_norm:g}"
         self._optimizer: Any = None
 
     def plan(self) -> Plan:
@@ -95,14 +81,13 @@ class TorchaoOffload:
             "master": 4 * total if mixed else 0,
             "moments": 8 * total,
             "gradients": itemsize * total + (4 * count.largest if mixed else 0),
-            "staging": 2 * sum(footprint.rounding(itemsize * size) for size in footprint.parameter_sizes(spec.model)),
+            "staging": 2 * sum(pinned_rounding(itemsize * size) for size in footprint.parameter_sizes(spec.model)),
         }
         return footprint.plan_on(spec.device, device, host)
 
     def dtypes(self) -> dict[str, str]:
-        """Dtypes of weights, master, moments and gradients (accumulated over micro-batches, if there are several)."""
-        compute = dtype_name(self.spec.dtype)
-        return {"weights": compute, "master": "float32", "moments": "float32", "gradients": compute}
+        """Gradients are accumulated in the compute dtype."""
+        return super().dtypes() | {"gradients": dtype_name(self.spec.dtype)}
 
     def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load the weights on the device and have torchao make their pinned copies."""
@@ -110,7 +95,7 @@ class TorchaoOffload:
             from torchao.optim import CPUOffloadOptimizer
         except ImportError as error:
             raise Unsupported(f"torchao has no torchao.optim ({' '.join(str(error).split())}); pip install -U torchao") from None
-        spec, recipe = self.spec, self.spec.recipe
+        spec = self.spec
         model = materialise(spec.model, spec.dtype, spec.device, weights)
         self.loss = loss_of(model, self.options)
         self._named = list(model.named_parameters())
@@ -118,12 +103,10 @@ class TorchaoOffload:
             [param for _, param in self._named],
             MasterAdamW,
             offload_gradients=spec.shape.num_micro_batches == 1,
-            **adamw_settings(recipe),
+            **adamw_settings(spec.recipe),
         )
         torch.cuda.synchronize(spec.device)  # the pinned copies are whole
         self._flag = FiniteFlag(spec.device)
-        self._step = 0
-        self._optimizer_s = 0.0
 
     def train_step(self, batch: Batch) -> torch.Tensor:
         """One optimizer step; the loss is looked at while the backward runs, the gradients' norm is not known."""
@@ -143,63 +126,38 @@ class TorchaoOffload:
         return total
 
     def _update(self) -> None:
-        started = time.perf_counter()
-        for group in self._optimizer.param_groups:
-            group["lr"] = self.spec.recipe.lr_at(self._step)
-        self._optimizer.step()
-        self._optimizer_s += time.perf_counter() - started
-        self._step += 1
+        """torchao's step: the gradients that it waits for, AdamW on the host, the weights' way back."""
+        with self._optimizing():
+            for group in self._optimizer.param_groups:
+                group["lr"] = self.spec.recipe.lr_at(self._step)
+            self._optimizer.step()
 
-    def drain(self) -> None:
-        """Wait for the device."""
-        torch.cuda.synchronize(self.spec.device)
-
-    def counters(self) -> dict[str, float]:
-        """optimizer_s: seconds in torchao's step, with the gradients it waits for and the weights' way back."""
-        return {"optimizer_s": self._optimizer_s, "optimizer_wait_s": self._optimizer_s}
-
-    def _masters(self) -> Iterator[tuple[str, torch.Tensor, torch.optim.AdamW]]:
-        """(name, fp32 master, the AdamW that owns it); torchao keeps the small parameters' on the device."""
+    def _owners(self) -> Iterator[tuple[str, torch.nn.Parameter, torch.Tensor, torch.optim.AdamW]]:
+        """(name, weight, fp32 master, the AdamW that owns it); torchao keeps the small parameters' on the device."""
         small = self._optimizer.d_opt
-        places = {id(weight): place for place, weight in enumerate(small.weights)} if small is not None else {}
+        places = {} if small is None else {id(weight): i for i, weight in enumerate(small.weights)}
         for name, param in self._named:
             owner = small if id(param) in places else self._optimizer.optim_dict[param]
             inner = owner.build()
-            yield name, owner.masters[places.get(id(param), 0)], inner
+            yield name, param, owner.masters[places.get(id(param), 0)], inner
 
-    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, fp32 master on the host), one at a time."""
-        for name, master, _ in self._masters():
-            yield name, master.to("cpu", copy=True)
+    def _held(self) -> Iterator[tuple[str, torch.Tensor, Mapping[str, torch.Tensor]]]:
+        for name, _, master, inner in self._owners():
+            yield name, master, inner.state[master]
 
-    def save(self, directory: Path) -> None:
-        """Write master, moments and the step number to `directory`/state.pt."""
-        self.drain()
-        held = list(self._masters())
-        state = {
-            "master": {name: master for name, master, _ in held},
-            "moments": {name: dict(inner.state[master]) for name, master, inner in held},
-            "step": self._step,
-        }
-        with whole_directory(directory) as partial:
-            torch.save(state, partial / "state.pt")
-
-    @torch.no_grad()
-    def resume(self, directory: Path) -> None:
-        """Continue bit for bit where `save` was called."""
-        state = load_state(directory, len(self._named))
-        for (name, master, inner), (_, param) in zip(self._masters(), self._named, strict=True):
-            master.copy_(state["master"][name])
-            inner.state[master] = {key: value.to(master.device, copy=True) for key, value in state["moments"][name].items()}
-            param.copy_(master)
-            if param in self._optimizer.param_d2h_map:
-                self._optimizer.param_d2h_map[param].copy_(master)
-        self._step = state["step"]
+    def _hold(self, held: Mapping[str, tuple[torch.Tensor, Mapping[str, torch.Tensor]]]) -> None:
+        copies = self._optimizer.param_d2h_map
+        for name, param, own, inner in self._owners():
+            master, moments = held[name]
+            own.copy_(master)
+            inner.state[own] = {key: value.to(own.device, copy=True) for key, value in moments.items()}
+            param.copy_(own)
+            if param in copies:
+                copies[param].copy_(own)
 
     def close(self) -> None:
         """Free device and pinned memory; idempotent."""
-        if self._optimizer is None:
-            return
-        self._optimizer = None
-        del self.loss, self._named
-        torch.cuda.empty_cache()
+        if self._optimizer is not None:
+            self._optimizer = None
+            del self.loss, self._named
+        super().close()

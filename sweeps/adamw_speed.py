@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from baselines.deepspeed_setup import import_deepspeed, require_deepspeed, sole_builder
+from baselines.deepspeed.setup import import_deepspeed, require_deepspeed, sole_builder
 from baselines.system import Unsupported
 from engine import KernelError, Recipe, native
 from engine.adamw import AdamW, BlockState

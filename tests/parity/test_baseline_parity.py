@@ -23,6 +23,7 @@ from baselines.registry import REGISTRY
 from baselines.registry import build as build_registered
 from baselines.system import ModelSpec, Shape, SystemSpec, Unsupported
 from engine import Batch, NonFiniteLossError, Recipe
+from sweeps import auto
 from tests.unit.test_sweeps_config import GROUPS, composed
 
 pytestmark = pytest.mark.timeout(900)  # on a fresh machine the first zero3 test builds DeepSpeed's operator: minutes on two cores
@@ -38,15 +39,18 @@ CASES = {
     "fp32-accumulation": (torch.float32, 4, 0.1, False),
     "fp32-clip-inactive": (torch.float32, 1, 100.0, False),
 }
+OWN = [name for name in GROUPS["system"] if "\nimplementation: " in (auto.CONF / "system" / f"{name}.yaml").read_text()]
+"""Systems that their YAML registers."""
+SYSTEMS = [*REGISTRY, *OWN]
 PRESETS = [
     name
     for name in GROUPS["system"]
-    if name not in REGISTRY and not name.startswith("megatrain") and not name.endswith(("_compiled", "_kept"))
+    if name not in SYSTEMS and not name.startswith("megatrain") and not name.endswith(("_compiled", "_kept"))
 ]
 """YAMLs of conf/system beside those named as their system. The engine's are in test_engine_parity.py; `_compiled` is a system with
 `compile` alone (test_baselines_systems.py), which test_compiling_does_not_change_the_losses has for all, and `_kept` keeps what a
 device has room for (test_kept_activations.py), for which test_keeping_layers_does_not_change_the_losses names a number."""
-NAMES = [*REGISTRY, *PRESETS]
+NAMES = [*SYSTEMS, *PRESETS]
 RIVALS = [name for name in NAMES if name != "in_memory"]
 OF_PRESETS = ("bf16-clip", "fp32-accumulation")
 """Cases in which a preset is tried; its system is tried in all."""
@@ -93,7 +97,8 @@ def build(name: str, spec: SystemSpec):
     if name in REGISTRY:
         return build_registered(name, spec)
     cell = composed(f"system={name}")
-    return build_registered(cell.system, dataclasses.replace(spec, options={**cell.options, **spec.options}))
+    given = {"options": {**cell.options, **spec.options}, "implementation": cell.implementation}
+    return build_registered(cell.system, dataclasses.replace(spec, **given))
 
 
 @contextlib.contextmanager
@@ -130,7 +135,7 @@ def reference(case: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "case"), [(name, case) for name in RIVALS for case in CASES if name in REGISTRY or case in OF_PRESETS]
+    ("name", "case"), [(name, case) for name in RIVALS for case in CASES if name in SYSTEMS or case in OF_PRESETS]
 )
 def test_agrees_with_in_memory(name, case):
     spec = make_spec(*CASES[case])
@@ -196,7 +201,7 @@ def test_in_memory_is_plain_torch(clip_norm):
         (name, checkpointing)
         for name in NAMES
         for checkpointing in (True, False)
-        if name not in ("megatrain", "published_megatrain") and (checkpointing or name in REGISTRY)
+        if name not in ("megatrain", "published_megatrain") and (checkpointing or name in SYSTEMS)
     ],
 )
 def test_compiling_does_not_change_the_losses(name, checkpointing):
@@ -212,7 +217,7 @@ def test_compiling_does_not_change_the_losses(name, checkpointing):
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in REGISTRY if name not in ("megatrain", "published_megatrain")])
+@pytest.mark.parametrize("name", [name for name in SYSTEMS if name not in ("megatrain", "published_megatrain")])
 def test_keeping_layers_does_not_change_the_losses(name):
     losses = []
     for options in ({}, {"keep_activations": 1}, {"keep_activations": 2}, {"activation_checkpointing": False}):
@@ -248,7 +253,7 @@ def test_what_fsdp2_keeps_on_the_device_does_not_change_the_losses(option):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("name", SYSTEMS)
 def test_resume_continues_where_save_was_called(name, dtype, tmp_path):
     spec = make_spec(dtype, 2)
     directory = tmp_path / "checkpoints" / "last"
@@ -272,7 +277,7 @@ def train_two(system, spec: SystemSpec) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "num_micro_batches"), [(torch.bfloat16, 1), (torch.float32, 2)])
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("name", SYSTEMS)
 def test_a_step_that_is_not_finite_changes_nothing(name, dtype, num_micro_batches):
     spec = make_spec(dtype, num_micro_batches)
     weights = dict(initial_weights(spec.model, 0, dtype, CPU))

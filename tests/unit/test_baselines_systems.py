@@ -19,12 +19,12 @@ import torch.distributed as dist
 
 from analysis.rows import family_and_mode
 from baselines import distributed
-from baselines.common import parse_options, whole_directory
-from baselines.deepspeed_setup import sole_builder
+from baselines.deepspeed.setup import sole_builder
 from baselines.model import count_params, num_params
+from baselines.options import parse_options
 from baselines.registry import REGISTRY, build
 from baselines.system import ModelSpec, Shape, SystemSpec, Unsupported
-from engine import Recipe
+from engine import Recipe, whole_directory
 from tests.made_rows import row
 from tests.unit.test_baselines_model import TINY
 from tests.unit.test_sweeps_config import GROUPS, composed
@@ -83,23 +83,23 @@ def test_knobs_are_checked(name, options, words):
 
 
 def test_knobs_reach_deepspeed():
-    from baselines.deepspeed_options import Zero2Options, Zero3Options, deepspeed_config
+    from baselines.deepspeed.options import Zero2Options, Zero3Options
 
     spec = make_spec(device="cuda")
     layer = count_params(spec.model).largest_layer
-    third = deepspeed_config(spec, Zero3Options(sub_group_size=7, reduce_bucket_size=5))["zero_optimization"]
+    third = Zero3Options(sub_group_size=7, reduce_bucket_size=5).config(spec)["zero_optimization"]
     assert third["stage"] == 3
     assert third["offload_param"] == third["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
     assert (third["stage3_prefetch_bucket_size"], third["sub_group_size"], third["reduce_bucket_size"]) == (layer, 7, 5)
     assert third["memory_efficient_linear"]
     tuned = Zero3Options(prefetch_bucket_size=10 * layer, offload_param=False, pin_memory=False, overlap_comm=False, compile=True)
-    third = deepspeed_config(spec, tuned)["zero_optimization"]
+    third = tuned.config(spec)["zero_optimization"]
     assert third["stage3_prefetch_bucket_size"] == 10 * layer
     assert "offload_param" not in third
     assert third["offload_optimizer"] == {"device": "cpu", "pin_memory": False}
     assert not third["overlap_comm"]
     assert not third["memory_efficient_linear"]
-    second = deepspeed_config(spec, Zero2Options())["zero_optimization"]
+    second = Zero2Options().config(spec)["zero_optimization"]
     assert second["stage"] == 2
     assert not any("stage3" in key or "param" in key for key in second)
 
@@ -287,7 +287,7 @@ def test_a_lock_that_a_killed_builder_left_is_removed_and_a_live_one_is_waited_f
     left_behind = tmp_path / "cpu_adam" / "lock"
     left_behind.parent.mkdir()
     left_behind.touch()
-    program = "from baselines.deepspeed_setup import sole_builder\nwith sole_builder(): print('mine', flush=True)"
+    program = "from baselines.deepspeed.setup import sole_builder\nwith sole_builder(): print('mine', flush=True)"
     with sole_builder():
         assert not left_behind.exists()
         other = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
@@ -299,7 +299,7 @@ def test_a_lock_that_a_killed_builder_left_is_removed_and_a_live_one_is_waited_f
 def test_a_build_goes_on_alone_though_its_cell_was_killed(tmp_path, monkeypatch):
     """The next builder waits for the ninja that was left, which torch starts as this does."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    program = "import subprocess\nfrom baselines.deepspeed_setup import sole_builder\n"
+    program = "import subprocess\nfrom baselines.deepspeed.setup import sole_builder\n"
     ninja = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
     build = f"with sole_builder(): subprocess.run([{sys.executable!r}, '-c', {ninja!r}], stdout=1)"
     with subprocess.Popen([sys.executable, "-c", program + build], stdout=subprocess.PIPE) as cell:

@@ -14,6 +14,7 @@ import torch
 
 from baselines import footprint
 from baselines.registry import build
+from engine import pinned_rounding
 from sweeps.config import cell_from
 from sweeps.result import Row, read_rows
 
@@ -110,7 +111,7 @@ def test_zenflow_pins_a_block_for_each_gradient_that_it_gathers_and_keeps_those_
     fewer = {kind: host[kind] - at_once[kind] for kind in host}
     assert {kind: size for kind, size in fewer.items() if size} == {
         "gradients": sum(gathered),
-        "staging": sum(map(footprint.rounding, gathered)),
+        "staging": sum(map(pinned_rounding, gathered)),
     }
     _, pageable, _ = registered("zenflow 3B", tmp_path, pin_memory=False)
     assert host["staging"] - pageable["staging"] > 8 * row.num_params
@@ -154,7 +155,7 @@ def test_weights_are_pinned_twice_where_they_are_offloaded_and_pinned():
         return build("zero3", dataclasses.replace(spec, options={**spec.options, **options}))._pinned_bytes()
 
     sizes = [2 * size for size in footprint.parameter_sizes(spec.model)]
-    both = sum(size + footprint.rounding(size) for size in (*sizes, sum(sizes)))
+    both = sum(size + pinned_rounding(size) for size in (*sizes, sum(sizes)))
     assert pinned() - pinned(offload_param=False) == both > 3 * sum(sizes)
     assert pinned(pin_memory=False) == 0
 

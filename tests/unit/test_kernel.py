@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baselines.deepspeed_setup import import_deepspeed, sole_builder
+from baselines.deepspeed.setup import import_deepspeed, sole_builder
 from engine import kernel
 from engine.kernel import KernelError, cache_directory, native
 

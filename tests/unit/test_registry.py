@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from baselines.registry import build
+from sweeps.check import survey
 from sweeps.config import cell_from
 from tests.unit.test_baselines_systems import make_spec
 from tests.unit.test_sweeps_config import composed
@@ -46,6 +47,12 @@ def test_an_implementation_that_is_not_there_is_one_line(implementation, words):
     spec = dataclasses.replace(make_spec(), implementation=implementation)
     with pytest.raises(ValueError, match=rf"^system\.implementation: got '{implementation}'[^\n]*{words}$"):
         build("toy", spec)
+
+
+def test_an_implementation_that_is_not_there_is_said_before_anything_runs():
+    cell = cell_from(config(name="toy", implementation="baselines.in_memory:Toy"))
+    with pytest.raises(ValueError, match=r"^system\.implementation: got 'baselines\.in_memory:Toy', which [^\n]*$"):
+        survey([cell])
 
 
 def test_where_the_code_lies_is_no_part_of_what_a_cell_is_known_by():

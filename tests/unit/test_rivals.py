@@ -12,19 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from baselines import zero_infinity
-from baselines.deepspeed_options import (
-    SuperOffloadOptions,
-    ZenFlowOptions,
-    Zero3Options,
-    deepspeed_config,
-)
+from baselines.deepspeed import infinity
+from baselines.deepspeed.base import DeepSpeed
+from baselines.deepspeed.options import SuperOffloadOptions, ZenFlowOptions, Zero3Options
+from baselines.deepspeed.swap import MARKER, SwapFolder, left_behind
 from baselines.footprint import parameter_sizes
 from baselines.model import initial_weights, num_params
 from baselines.registry import build
-from baselines.swap import MARKER, SwapFolder, left_behind
 from baselines.system import ModelSpec, Shape, SystemSpec, Unsupported
-from baselines.zero3 import Zero3
 from engine import Recipe
 from tests.parity import test_baseline_parity as parity
 from tests.unit.test_baselines_model import TINY
@@ -59,7 +54,7 @@ def test_state_that_deepspeed_does_not_save_is_refused(tmp_path):
 
 
 def test_superoffload_is_configured_for_a_host_on_pcie():
-    zero = deepspeed_config(make_spec(), SuperOffloadOptions())["zero_optimization"]
+    zero = SuperOffloadOptions().config(make_spec())["zero_optimization"]
     assert zero["stage"] == 3
     assert zero["offload_param"] == {"device": "cpu", "pin_memory": True}
     assert zero["stage3_param_persistence_threshold"] > num_params(make_spec(QWEN_14B).model)
@@ -72,7 +67,7 @@ def test_deepspeed_takes_the_configurations():
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     for options in (SuperOffloadOptions(offload_ratio=0.9), Zero3Options(offload_ratio=0.8)):
-        zero = DeepSpeedZeroConfig(**deepspeed_config(make_spec(), options)["zero_optimization"])
+        zero = DeepSpeedZeroConfig(**options.config(make_spec())["zero_optimization"])
         assert zero.offload_optimizer.ratio == options.offload_ratio
         assert zero.offload_optimizer.super_offload is isinstance(options, SuperOffloadOptions)
         assert set(zero.offload_optimizer.model_extra or {}) == set()
@@ -82,7 +77,7 @@ def test_deepspeed_takes_the_configurations():
 def test_superoffload_says_that_it_does_not_clip(clip_norm, clip, clipped):
     spec = make_spec(clip_norm=clip_norm, clip=clip)
     system = build("superoffload", spec)
-    assert deepspeed_config(spec, system.options)["gradient_clipping"] == clipped
+    assert system.options.config(spec)["gradient_clipping"] == clipped
     assert bool(system.caveat) == (clipped != clip_norm)
     if system.caveat:
         assert system.caveat.startswith("no clipping, where the recipe clips at 1")
@@ -120,12 +115,12 @@ def test_shared_memory_is_checked_before_anything_is_allocated(monkeypatch, name
 def test_zenflow_is_configured_as_its_authors_do_and_deepspeed_takes_it():
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    config = deepspeed_config(make_spec(), ZenFlowOptions())
+    config = ZenFlowOptions().config(make_spec())
     zenflow = DeepSpeedZeroConfig(**config["zero_optimization"]).zenflow
     assert (zenflow.topk_ratio, zenflow.update_interval, zenflow.select_strategy, zenflow.overlap_step) == (0.1, 4, "auto", True)
     assert config["zero_optimization"]["stage"] == 2
     assert config["optimizer"]["params"]["weight_decay"] == Recipe().weight_decay
-    chosen_again = deepspeed_config(make_spec(), ZenFlowOptions(select_interval=16))["zero_optimization"]["zenflow"]
+    chosen_again = ZenFlowOptions(select_interval=16).config(make_spec())["zero_optimization"]["zenflow"]
     assert (chosen_again["select_strategy"], chosen_again["select_interval"]) == ("step", 16)
 
 
@@ -245,7 +240,7 @@ def test_zero_infinity_wants_a_folder_with_room(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"^system\.buffer_count: got 8, allowed an integer >= 12 where [^\n]*; raise it or set"):
         build("zero_infinity", make_spec(buffer_count=8))
     system = build("zero_infinity", make_spec(QWEN_14B, nvme_path=str(tmp_path)))
-    monkeypatch.setattr(zero_infinity, "_require_async_io", lambda *_: None)
+    monkeypatch.setattr(infinity, "_require_async_io", lambda *_: None)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**9))
     needed = 16 * num_params(make_spec(QWEN_14B).model)
     with pytest.raises(Unsupported, match=rf"has 1,000,000,000 bytes free and needs {needed:,}; free some or name another$"):
@@ -267,7 +262,7 @@ def test_architectures_that_deepspeed_cannot_read_are_one_line(asked, monkeypatc
     told = f"TORCH_CUDA_ARCH_LIST: got {asked}, of which DeepSpeed reads numbers alone"
     line = told if asked in ("9.0a", "Hopper;8.0") else "libaio is missing"
     with pytest.raises(Unsupported, match=f"^{line}[^\n]*$"):
-        zero_infinity._require_async_io(SimpleNamespace(ops=SimpleNamespace(op_builder=builder)), torch.device("cuda"))
+        infinity._require_async_io(SimpleNamespace(ops=SimpleNamespace(op_builder=builder)), torch.device("cuda"))
 
 
 def files(folder: Path) -> list[str]:
@@ -276,7 +271,7 @@ def files(folder: Path) -> list[str]:
 
 def swapping(root: Path) -> SwapFolder:
     """A folder of ours with something in it, held by this process."""
-    folder = SwapFolder.new(root, zero_infinity.PREFIX)
+    folder = SwapFolder.new(root, infinity.PREFIX)
     (folder.path / "zero_stage_3").mkdir()
     (folder.path / "zero_stage_3" / "moments").write_bytes(b"1" * 100_000)
     return folder
@@ -301,11 +296,11 @@ def test_only_what_a_dead_process_of_ours_left_may_go(shared_disk):
     child.start()
     child.join()
     alive = swapping(shared_disk)
-    with left_behind(shared_disk, zero_infinity.PREFIX) as found:
+    with left_behind(shared_disk, infinity.PREFIX) as found:
         (dead,) = found
         assert dead.path != alive.path
         assert dead.num_bytes() >= 100_000
-        with left_behind(shared_disk, zero_infinity.PREFIX) as again:
+        with left_behind(shared_disk, infinity.PREFIX) as again:
             assert again == [], "two that start together do not share what they remove"
         dead.remove()
         assert not dead.path.exists()
@@ -330,7 +325,7 @@ def test_a_marker_of_another_user_or_a_link_to_one_of_ours_makes_no_folder_ours(
 def test_a_removal_that_was_cut_short_can_be_taken_up_again(shared_disk, monkeypatch):
     folder = swapping(shared_disk)
     (folder.path / "another").write_text("1")
-    monkeypatch.setattr("baselines.swap.shutil.rmtree", lambda path, **_: None)
+    monkeypatch.setattr("baselines.deepspeed.swap.shutil.rmtree", lambda path, **_: None)
     folder.remove()
     folder.release()
     monkeypatch.undo()
@@ -343,7 +338,7 @@ def test_zero_infinity_touches_nothing_where_it_does_not_run(shared_disk, monkey
     for reason, free in (("libaio", 10**15), ("bytes free", 10**6)):
         system = build("zero_infinity", make_spec(QWEN_14B, device="cpu", nvme_path=str(shared_disk)))
         if reason == "bytes free":
-            monkeypatch.setattr(zero_infinity, "_require_async_io", lambda *_: None)
+            monkeypatch.setattr(infinity, "_require_async_io", lambda *_: None)
         else:
             monkeypatch.setattr("deepspeed.ops.op_builder.AsyncIOBuilder.is_compatible", lambda *_, **__: False)
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
@@ -359,10 +354,10 @@ def test_zero_infinity_makes_room_and_takes_its_own_folder_with_it(shared_disk, 
     swapping(shared_disk).release()
     system = build("zero_infinity", make_spec(device="cpu", nvme_path=str(shared_disk)))
     needed = 16 * num_params(system.spec.model)
-    monkeypatch.setattr(zero_infinity, "_require_async_io", lambda *_: None)
+    monkeypatch.setattr(infinity, "_require_async_io", lambda *_: None)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=max(0, needed - 100_000)))
     seen = []
-    monkeypatch.setattr(Zero3, "setup", lambda self, weights: seen.append(self.options.nvme_path))
+    monkeypatch.setattr(DeepSpeed, "setup", lambda self, weights: seen.append(self.options.nvme_path))
     system.setup([])
     assert [name for name in files(shared_disk) if name not in theirs] == [f"{Path(seen[0]).name}/{MARKER}"]
     system.close()
@@ -376,7 +371,7 @@ def test_zero_infinity_is_taken_by_deepspeed_and_its_plan_has_the_first_moments_
 
     spec = make_spec(QWEN_14B, nvme_path=str(tmp_path))
     system = build("zero_infinity", spec)
-    config = deepspeed_config(spec, system.options)
+    config = system.options.config(spec)
     offload = DeepSpeedZeroConfig(**config["zero_optimization"]).offload_optimizer
     assert (offload.device, offload.nvme_path, offload.buffer_count) == ("nvme", tmp_path, 12)
     assert offload.pipeline_read

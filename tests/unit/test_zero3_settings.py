@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from baselines.deepspeed_options import Zero3Options, deepspeed_config, on_device, smallest_ratio, sub_groups
+from baselines.deepspeed.options import Zero3Options
+from baselines.deepspeed.stage3 import on_device, smallest_ratio, sub_groups
 from baselines.model import initial_weights, num_params
 from baselines.registry import build
 from baselines.system import ModelSpec, Shape, SystemSpec
@@ -112,7 +113,7 @@ def test_twinflow_moves_optimizer_state_from_host_to_device():
     assert "optimizer" not in plans[0].device
     assert 16 * kept < plans[1].device["optimizer"] < 18 * kept
     assert not build("zero3", make_spec(device="cpu", sub_group_size=1000, offload_ratio=0.5)).plan().device.get("optimizer")
-    offload = deepspeed_config(make_spec(), Zero3Options(offload_ratio=0.8))["zero_optimization"]["offload_optimizer"]
+    offload = Zero3Options(offload_ratio=0.8).config(make_spec())["zero_optimization"]["offload_optimizer"]
     assert offload == {"device": "cpu", "pin_memory": True, "ratio": 0.8}
 
 

@@ -18,18 +18,18 @@ from typing import Any
 import torch
 
 from baselines import footprint
-from baselines.deepspeed_options import InfinityOptions, accumulation_dtype, sub_groups
-from baselines.deepspeed_setup import import_deepspeed
+from baselines.deepspeed.options import InfinityOptions, accumulation_dtype
+from baselines.deepspeed.setup import import_deepspeed
+from baselines.deepspeed.stage3 import Zero3, sub_groups
+from baselines.deepspeed.swap import SwapFolder, left_behind
 from baselines.model import count_params
-from baselines.swap import SwapFolder, left_behind
 from baselines.system import SystemSpec, Unsupported
-from baselines.zero3 import Zero3
-from engine import Batch, Plan
+from engine import Batch
 
 DISK_BYTES_PER_PARAM = 16
 """fp32 master, both moments, and gradients on their way to them."""
 PREFIX = "zero-infinity-"
-"""How the folders' names begin (baselines/swap.py)."""
+"""How the folders' names begin (swap.py)."""
 ARCHITECTURE = re.compile(r"\d+\.\d+(\+PTX)?")
 """What DeepSpeed's builder (0.19.8, op_builder/builder.py) can read of TORCH_CUDA_ARCH_LIST: not torch's 9.0a, nor its names."""
 FULL_BYTES = 64 << 20
@@ -40,11 +40,11 @@ class ZeroInfinity(Zero3):
     """ZeRO-Infinity as a `TrainingSystem`. Raises Unsupported where no folder is named or its disk has no room."""
 
     options_class = InfinityOptions
+    options: InfinityOptions
 
     def __init__(self, spec: SystemSpec) -> None:
         super().__init__(spec)
         options = self.options
-        assert isinstance(options, InfinityOptions)
         root = Path(options.nvme_path or "").expanduser()
         if options.nvme_path is None or not root.is_dir():
             got = "nothing" if options.nvme_path is None else "what is no folder"
@@ -55,35 +55,35 @@ class ZeroInfinity(Zero3):
         self.root = root.resolve()
         self._folder: SwapFolder | None = None
 
-    def plan(self) -> Plan:
-        """Closed-form bytes of host and device; the disk has 16 a parameter beside them.
+    def _host_plan(self) -> dict[str, int]:
+        """The disk has 16 bytes a parameter beside these.
 
-        moments: those that the first update makes in pageable memory (cpu_adam.py of DeepSpeed 0.19.8) and writes a copy of.
-        Pipelined, they live until the second update has read what replaces them into the buffers (swap_out_optimizer_state of
-        swap_tensor/pipelined_optimizer_swapper.py releases none); else until they are written, one sub-group's at a time.
+        moments: those that the first update makes in pageable memory (cpu_adam.py of DeepSpeed 0.19.8)
+        and writes a copy of. Pipelined, they live until the second update has read what replaces them
+        into the buffers (swap_out_optimizer_state of swap_tensor/pipelined_optimizer_swapper.py releases
+        none); else until they are written, one sub-group's at a time.
         """
         options, total = self.options, count_params(self.spec.model).total
-        assert isinstance(options, InfinityOptions)
         largest = max(sub_groups(self.spec.model, options.sub_group_size))
-        buffers = options.buffer_count * 4 * largest
         weights = self.spec.dtype.itemsize * total if options.offload_param else 0
         accumulated = accumulation_dtype(self.spec).itemsize * total
-        blocks, pinned = self._weight_blocks(), options.pin_memory and self.spec.device.type == "cuda"
+        blocks = self._weight_blocks()
         blocks.take(accumulated)
-        host = {
+        rounded = blocks.num_bytes - weights - accumulated if options.pins(self.spec) else 0
+        return {
             "weights": weights,
             "moments": 8 * (total if options.pipeline else largest),
             "gradients": accumulated,
-            "staging": buffers + (blocks.num_bytes - weights - accumulated if pinned else 0),
+            "staging": options.buffer_count * 4 * largest + rounded,
             "other": footprint.process_bytes(self.spec.device),
         }
-        device = {kind: size for kind, size in super().plan().device.items() if kind != "workspace"}
-        return footprint.plan_on(self.spec.device, device, host)
 
     def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """As ZeRO-3, but for the disk. Unsupported where DeepSpeed's IO cannot be built or the disk is too small."""
+        """Set up ZeRO-3 with a folder of its own on the disk.
+
+        Unsupported where DeepSpeed's IO cannot be built or the disk is too small.
+        """
         options, needed = self.options, DISK_BYTES_PER_PARAM * count_params(self.spec.model).total
-        assert isinstance(options, InfinityOptions)
         _require_async_io(import_deepspeed(self.spec.device), self.spec.device)
         with left_behind(self.root, PREFIX) as folders:
             free = shutil.disk_usage(self.root).free + sum(folder.num_bytes() for folder in folders)
@@ -99,12 +99,12 @@ class ZeroInfinity(Zero3):
             super().setup(weights)
 
     def _optimizer(self, deepspeed: Any) -> dict[str, Any]:
-        """As ZeRO-3; builds async_io too, where other processes wait for it."""
+        """ZeRO-3's; builds async_io too, where other processes wait for it."""
         deepspeed.ops.op_builder.AsyncIOBuilder().load(verbose=False)
         return super()._optimizer(deepspeed)
 
     def train_step(self, batch: Batch) -> torch.Tensor:
-        """As ZeRO-3's; OSError, in one line, when the disk filled up meanwhile."""
+        """ZeRO-3's step; OSError, in one line, when the disk filled up meanwhile."""
         with self._disk():
             return super().train_step(batch)
 
@@ -123,7 +123,7 @@ class ZeroInfinity(Zero3):
         return "what is on the disk"
 
     def close(self) -> None:
-        """As ZeRO-3, and remove what was written; idempotent."""
+        """Close ZeRO-3 and remove what was written; idempotent."""
         super().close()
         if self._folder is not None:
             self._folder.remove()

@@ -17,19 +17,24 @@ from typing import Any
 import torch
 
 from baselines import footprint
-from baselines.common import dtype_name, micro_batches, raise_unless_finite
-from baselines.deepspeed_options import ZenFlowOptions
-from baselines.deepspeed_setup import require_shared_memory
+from baselines.deepspeed.options import ZenFlowOptions
+from baselines.deepspeed.setup import require_shared_memory
+from baselines.deepspeed.stage2 import Zero2
 from baselines.model import count_params
+from baselines.rival import micro_batches, raise_unless_finite
 from baselines.system import SystemSpec, Unsupported
-from baselines.zero3 import Zero2
-from engine import Batch, Plan
+from engine import Batch, dtype_name, pinned_rounding
 
 
 class ZenFlow(Zero2):
-    """DeepSpeed ZenFlow, stage 2 with overlapped steps, as a `TrainingSystem`; one micro-batch a step."""
+    """DeepSpeed ZenFlow, stage 2 with overlapped steps, as a `TrainingSystem`; one micro-batch a step.
+
+    `drain` waits for the device alone: the CPU's update goes on, as between any two steps, and is waited
+    for where it is applied.
+    """
 
     options_class = ZenFlowOptions
+    options: ZenFlowOptions
 
     def __init__(self, spec: SystemSpec) -> None:
         super().__init__(spec)
@@ -39,7 +44,6 @@ class ZenFlow(Zero2):
                 f"{spec.shape.num_micro_batches}, use 1"
             )
         options = self.options
-        assert isinstance(options, ZenFlowOptions)
         self.caveat = (
             f"bounded staleness: a step updates {options.topk_share:.0%} of the columns, in {dtype_name(spec.dtype)} and without "
             f"clipping; the others follow every {options.update_interval} steps, up to {2 * options.update_interval} late"
@@ -47,40 +51,55 @@ class ZenFlow(Zero2):
         self._outcome = "updates were made"
         self._cores, self._threads = os.sched_getaffinity(0), os.environ.get("OMP_NUM_THREADS")
 
-    def plan(self) -> Plan:
-        """Closed-form bytes: ZeRO-2's, the chosen columns on the device, and what the optimizer's process holds or shares.
+    def _device_plan(self) -> dict[str, int]:
+        """ZeRO-2's and the chosen columns.
 
-        By DeepSpeed 0.19.8. zenflow_utils.py shares, in fp32, the master, the copy that is handed over and two gradients (one fills
-        while the other is used); the pinned master and gradient that these replace stay in torch's cache. Its process has two of
-        each moment. stage_1_and_2.py gathers the interval's gradients in a pinned block for each parameter
-        (async_accumulate_grad_in_cpu_via_gpu). Weights that are handed over are cast in pageable memory, for torch's `copy_` to a
-        device converts on the host (wait_last_update_and_copy). On the device, utils/tensor_fragment.py flattens every weight:
-        those that lie by columns are copied, and stay so.
+        utils/tensor_fragment.py of DeepSpeed 0.19.8 flattens every weight: those that lie by columns are
+        copied, and stay so.
         """
-        options, total, itemsize = self.options, count_params(self.spec.model).total, self.spec.dtype.itemsize
-        assert isinstance(options, ZenFlowOptions)
-        plan, cuda = super().plan(), self.spec.device.type == "cuda"
-        device = {**plan.device, "weights": 2 * itemsize * total, "setup": 0}
+        total, itemsize = count_params(self.spec.model).total, self.spec.dtype.itemsize
+        device = {**super()._device_plan(), "weights": 2 * itemsize * total, "setup": 0}
         # Gradient, moments and the values kept from before an update, of the chosen columns.
-        device["optimizer"] = round(4 * itemsize * options.topk_share * total)
-        # They stand three times while zenflow_utils.py transposes them and makes them one flat tensor.
-        device["setup"] = max(0, 3 * itemsize * total + device.get("workspace", 0) - sum(device.values()))
-        gathered = [itemsize * size for size in footprint.parameter_sizes(self.spec.model)] if options.update_interval > 1 else []
-        host = {**plan.host, "master": 8 * total, "moments": 16 * total, "gradients": 8 * total + sum(gathered)}
-        host["other"] = footprint.process_bytes(self.spec.device, 2)
-        if cuda and itemsize < 4:
+        device["optimizer"] = round(4 * itemsize * self.options.topk_share * total)
+        # Weights stand three times while zenflow_utils.py transposes them and makes them one flat tensor.
+        device["setup"] = max(0, 3 * itemsize * total - sum(device.values()))
+        return device
+
+    def _host_plan(self) -> dict[str, int]:
+        """ZeRO-2's and what the optimizer's process holds or shares, by DeepSpeed 0.19.8.
+
+        zenflow_utils.py shares, in fp32, the master, the copy that is handed over and two gradients (one
+        fills while the other is used); the pinned master and gradient that these replace stay in torch's
+        cache. Its process has two of each moment. stage_1_and_2.py gathers the interval's gradients in a
+        pinned block for each parameter (async_accumulate_grad_in_cpu_via_gpu). Weights that are handed
+        over are cast in pageable memory, for torch's `copy_` to a device converts on the host
+        (wait_last_update_and_copy).
+        """
+        total, itemsize = count_params(self.spec.model).total, self.spec.dtype.itemsize
+        sizes = footprint.parameter_sizes(self.spec.model) if self.options.update_interval > 1 else []
+        gathered = [itemsize * size for size in sizes]
+        host = super()._host_plan() | {
+            "master": 8 * total,
+            "moments": 16 * total,
+            "gradients": 8 * total + sum(gathered),
+            "other": footprint.process_bytes(self.spec.device, 2),
+        }
+        if self.spec.device.type == "cuda" and itemsize < 4:
             host["staging"] += itemsize * total
-        if cuda and options.pin_memory:
-            host["staging"] += 8 * total + sum(map(footprint.rounding, gathered))
-        return Plan(device=device, host=host)
+        if self.options.pins(self.spec):
+            host["staging"] += 8 * total + sum(map(pinned_rounding, gathered))
+        return host
 
     def dtypes(self) -> dict[str, str]:
-        """As ZeRO-2's, but for the chosen columns."""
-        chosen = dtype_name(self.spec.dtype)
-        return super().dtypes() | dict.fromkeys(("master", "moments"), f"float32, chosen columns {chosen}")
+        """Those of ZeRO-2, but for the chosen columns."""
+        chosen = f"float32, chosen columns {dtype_name(self.spec.dtype)}"
+        return super().dtypes() | {"master": chosen, "moments": chosen}
 
     def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """As ZeRO-2; the optimizer's process starts with the first update. Unsupported where shared memory is too small."""
+        """Set up ZeRO-2; the optimizer's process starts with the first update.
+
+        Unsupported where shared memory is too small.
+        """
         require_shared_memory(16 * count_params(self.spec.model).total, "ZenFlow")
         super().setup(weights)
 
@@ -93,19 +112,18 @@ class ZenFlow(Zero2):
         return {"model_parameters": [param for _, param in self._named]}
 
     def train_step(self, batch: Batch) -> torch.Tensor:
-        """One step, the loss divided by the interval as DeepSpeed's accumulation does. A bad one is told after its updates."""
+        """One step, the loss divided by the interval as DeepSpeed's accumulation does.
+
+        A loss that is not finite is found after its updates.
+        """
         assert self._engine is not None, "setup comes first"
         self._set_lr()
         ((tokens, labels, mask),) = micro_batches(batch, self.spec.device)
-        loss = self._engine(tokens, labels, mask, batch.num_tokens)
+        loss: torch.Tensor = self._engine(tokens, labels, mask, batch.num_tokens)
         self._engine.backward(loss)
         raise_unless_finite(loss.detach(), "the loss", self._step, self._outcome)
         self._update()
         return loss.detach()
-
-    def drain(self) -> None:
-        """Wait for the device; the CPU's update goes on, as between any two steps, and is waited for where it is applied."""
-        super().drain()
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, the weight as it is trained with), one at a time: the chosen columns have no fp32 master."""

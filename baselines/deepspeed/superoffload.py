@@ -13,42 +13,42 @@ from collections.abc import Iterable
 import torch
 
 from baselines import footprint
-from baselines.common import require_cuda
-from baselines.deepspeed_options import SuperOffloadOptions, accumulation_dtype, clip_norm, sub_groups
-from baselines.deepspeed_setup import require_shared_memory
+from baselines.deepspeed.options import SuperOffloadOptions, accumulation_dtype
+from baselines.deepspeed.setup import require_shared_memory
+from baselines.deepspeed.stage3 import Zero3, sub_groups
 from baselines.model import count_params
+from baselines.rival import require_cuda
 from baselines.system import SystemSpec
-from baselines.zero3 import Zero3
-from engine import Plan
+from engine import pinned_rounding
 
 
 class SuperOffload(Zero3):
     """DeepSpeed SuperOffload as a `TrainingSystem`; CUDA only."""
 
     options_class = SuperOffloadOptions
+    options: SuperOffloadOptions
 
     def __init__(self, spec: SystemSpec) -> None:
         super().__init__(spec)
         require_cuda(spec.device, "SuperOffload")
-        if spec.recipe.clip_norm > 0 and not clip_norm(spec, self.options):
-            self.caveat = f"no clipping, where the recipe clips at {spec.recipe.clip_norm:g} (system.clip=true clips)"
-        if not clip_norm(spec, self.options):
+        if not self.options.clip_norm(spec):
             self._outcome = "updates were made"  # while the backward went on
+            if spec.recipe.clip_norm > 0:
+                self.caveat = f"no clipping, where the recipe clips at {spec.recipe.clip_norm:g} (system.clip=true clips)"
         self._cores = os.sched_getaffinity(0)
 
-    def plan(self) -> Plan:
-        """Closed-form bytes: ZeRO-3's on the device; on the host what DeepSpeed 0.19.8 allocates in both processes.
+    def _host_plan(self) -> dict[str, int]:
+        """What DeepSpeed 0.19.8 allocates in both processes.
 
-        Masters and fp32 gradients are shared from their first update on. The pinned gradients that they replace stay in torch's
-        cache, as do the weights' first blocks (`_pinned_bytes`). The optimizer's process, one more, has one pinned buffer.
+        Masters and fp32 gradients are shared from their first update on. The pinned gradients that they
+        replace stay in torch's cache, as do the weights' first blocks (`_pinned_bytes`). The
+        optimizer's process, one more, has one pinned buffer.
         """
         options, total = self.options, count_params(self.spec.model).total
-        assert isinstance(options, SuperOffloadOptions)
-        groups = sub_groups(self.spec.model, options.sub_group_size)
         accumulated = accumulation_dtype(self.spec).itemsize * total
         weights = self.spec.dtype.itemsize * total if options.offload_param else 0
-        shared = 4 * (total - sum(self._on_device()))
-        buffer = 4 * max(groups)
+        shared = 4 * (total - sum(self._groups_on_device()))
+        buffer = 4 * max(sub_groups(self.spec.model, options.sub_group_size))
         host = {
             "weights": weights,
             "master": shared,
@@ -58,12 +58,13 @@ class SuperOffload(Zero3):
             "other": footprint.process_bytes(self.spec.device, 2),
         }
         if options.pin_memory:
-            host["staging"] += footprint.rounding(buffer) + self._pinned_bytes() - weights - accumulated
-        return footprint.plan_on(self.spec.device, _without_workspace(super().plan()), host)
+            host["staging"] += pinned_rounding(buffer) + self._pinned_bytes() - weights - accumulated
+        return host
 
     def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """As ZeRO-3, and start the optimizer's process. Unsupported where shared memory is too small."""
-        require_shared_memory(8 * (count_params(self.spec.model).total - sum(self._on_device())), "SuperOffload")
+        """Set up ZeRO-3 and start the optimizer's process. Unsupported where shared memory is too small."""
+        offloaded = count_params(self.spec.model).total - sum(self._groups_on_device())
+        require_shared_memory(8 * offloaded, "SuperOffload")
         super().setup(weights)
 
     def _unsaved(self) -> str:
@@ -75,7 +76,3 @@ class SuperOffload(Zero3):
             self._engine.optimizer.superoffload_cpu_optimizer.close()
             os.sched_setaffinity(0, self._cores)
         super().close()
-
-
-def _without_workspace(plan: Plan) -> dict[str, int]:
-    return {kind: size for kind, size in plan.device.items() if kind != "workspace"}

@@ -1,0 +1,179 @@
+"""DeepSpeed in one process, with the optimizer offloaded: what all its systems share.
+
+Invariant: the mathematics is the recipe's (fp32 master, AdamW on the CPU, fp32 accumulation, clipping
+set and not left to DeepSpeed's default), and every knob that costs speed is set as an expert would set
+it, so losing is not our doing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from baselines import footprint
+from baselines.deepspeed.options import DeepSpeedOptions, accumulation_dtype
+from baselines.deepspeed.setup import (
+    import_deepspeed,
+    require_deepspeed,
+    setup_phase,
+    sole_builder,
+)
+from baselines.loss import CausalLMLoss, loss_of
+from baselines.model import materialise
+from baselines.rival import NOT_TAKEN, Rival, adamw_settings, micro_batches, raise_unless_finite
+from baselines.system import SystemSpec, Unsupported
+from engine import Batch, NonFiniteLossError, Plan, dtype_name, whole_directory
+
+TAG = "step"
+"""The name of the one checkpoint in a directory, as DeepSpeed counts them."""
+
+
+class DeepSpeed(Rival):
+    """A DeepSpeed system without its plan. Raises Unsupported where DeepSpeed cannot run."""
+
+    options: DeepSpeedOptions
+
+    def __init__(self, spec: SystemSpec) -> None:
+        super().__init__(spec)
+        require_deepspeed()
+        self._engine: Any = None
+        self._outcome = NOT_TAKEN
+
+    @property
+    def setup_phase(self) -> str:
+        """What the bench is to call its setup, which may take minutes once."""
+        return setup_phase()
+
+    def plan(self) -> Plan:
+        """Closed-form bytes on device and host, by kind."""
+        return footprint.plan_on(self.spec.device, self._device_plan(), self._host_plan())
+
+    def _device_plan(self) -> dict[str, int]:
+        raise NotImplementedError
+
+    def _host_plan(self) -> dict[str, int]:
+        raise NotImplementedError
+
+    def dtypes(self) -> dict[str, str]:
+        """Gradients are accumulated over micro-batches, if there are several."""
+        return super().dtypes() | {"gradients": dtype_name(accumulation_dtype(self.spec))}
+
+    def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Build the module on the host as it is, then let DeepSpeed take it apart.
+
+        A bare zero.Init would change the weights.
+        """
+        spec = self.spec
+        deepspeed = import_deepspeed(spec.device)
+        self._join("nccl" if spec.device.type == "cuda" else "gloo")
+        model = materialise(spec.model, spec.dtype, torch.device("cpu"), weights)
+        self._named = list(model.named_parameters())
+        loss = loss_of(model, self.options)
+        self._prepare(deepspeed, loss)
+        self._linear = F.linear
+        with sole_builder():
+            optimizer = self._optimizer(deepspeed)
+        self._engine, *_ = deepspeed.initialize(
+            model=loss,
+            config=self.options.config(spec),
+            dist_init_required=False,
+            **optimizer,
+        )
+        self._engine.train()
+
+    def _prepare(self, deepspeed: Any, loss: CausalLMLoss) -> None:
+        """What DeepSpeed must know of the module before it takes it apart."""
+
+    def _optimizer(self, deepspeed: Any) -> dict[str, Any]:
+        """What `deepspeed.initialize` gets to optimize with; builds the CPU operator."""
+        optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(
+            [param for _, param in self._named if param.requires_grad],
+            **adamw_settings(self.spec.recipe),
+            adamw_mode=True,
+        )
+        return {"optimizer": optimizer}
+
+    def _set_lr(self) -> None:
+        """Set it before the backward, for there SuperOffload and ZenFlow already update.
+
+        Twin-Flow and ZenFlow have a second optimizer.
+        """
+        optimizer, lr = self._engine.optimizer, self.spec.recipe.lr_at(self._step)
+        others = ("backup_optimizer", "selective_optimizer")
+        for each in (optimizer, *(getattr(optimizer, name, None) for name in others)):
+            for group in each.param_groups if each is not None else ():
+                group["lr"] = lr
+
+    def train_step(self, batch: Batch) -> torch.Tensor:
+        """One optimizer step. The loss is read before DeepSpeed's own step, which waits for the device anyway."""
+        engine = self._engine
+        assert engine is not None, "setup comes first"
+        total = torch.zeros((), dtype=torch.float32, device=self.spec.device)
+        num_tokens = batch.num_tokens
+        self._set_lr()
+        for index, (tokens, labels, mask) in enumerate(micro_batches(batch, self.spec.device)):
+            engine.set_gradient_accumulation_boundary(index == batch.num_micro_batches - 1)
+            loss = engine(tokens, labels, mask, num_tokens)
+            # Our losses are already shares of the whole step: DeepSpeed must not divide them again.
+            engine.backward(loss, scale_wrt_gas=False)
+            total += loss.detach()
+        try:
+            raise_unless_finite(total, "the loss", self._step, self._outcome)
+        except NonFiniteLossError:
+            engine.optimizer.zero_grad()
+            raise
+        self._update()
+        return total
+
+    def _update(self) -> None:
+        """DeepSpeed's step: norm, clipping, CPU AdamW, weights back. Nothing overlaps it."""
+        with self._optimizing():
+            self._engine.step()
+            if self._engine.optimizer.overflow:
+                raise NonFiniteLossError(
+                    f"step {self._step}: the gradient norm is not finite; {self._outcome}, lower recipe.lr or check the data"
+                )
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, fp32 master on the host), one at a time."""
+        from deepspeed.runtime.zero import GatheredParameters
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        for name, param in self._named:
+            master = safe_get_full_fp32_param(param)
+            if master is None:  # frozen: it has none
+                with GatheredParameters(param):
+                    master = param.detach().float().clone()
+            yield name, master.detach().to("cpu", copy=True).view(getattr(param, "ds_shape", param.shape))
+
+    def _unsaved(self) -> str | None:
+        """What DeepSpeed's checkpoint would lack."""
+        return None
+
+    def save(self, directory: Path) -> None:
+        """DeepSpeed's own checkpoint, in `directory`; Unsupported where it would lack something."""
+        if unsaved := self._unsaved():
+            raise Unsupported(f"save: DeepSpeed's checkpoint lacks {unsaved}, so nothing was written; train with system=zero3")
+        self.drain()
+        with whole_directory(directory) as partial:
+            self._engine.save_checkpoint(str(partial), tag=TAG, client_state={"step": self._step})
+
+    def resume(self, directory: Path) -> None:
+        """Continue where `save` was called; DeepSpeed wants a system that was just set up."""
+        if not (Path(directory) / TAG).is_dir():
+            raise ValueError(f"resume: got {directory}, allowed a directory that save() wrote; give that of the same system")
+        _, state = self._engine.load_checkpoint(str(directory), tag=TAG, load_lr_scheduler_states=False)
+        self._step = state["step"]
+
+    def close(self) -> None:
+        """Release pinned memory and the process group; idempotent."""
+        if self._engine is not None:
+            self._engine.destroy()
+            self._engine = None
+            del self._named
+            F.linear = self._linear  # DeepSpeed replaced it, for whatever else this process may train
+        super().close()
