@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from sweeps import environment
 from sweeps.config import Measure, build_group, cell_from, require, require_numactl
+from sweeps.identity import label
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 NODES = Path("/sys/devices/system/node")
@@ -79,6 +81,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     require("", plain, ("machine", "measure", "model", "recipe"))
     require("machine.", plain["machine"], ("device",))
     require("model.", plain["model"], ())
+    plain["system"] = label(plain.get("system"))
     if plain["machine"]["device"] == "auto":
         plain["machine"]["device"] = device()
     if plain["machine"]["device"] == "cuda" and device() != "cuda":
@@ -143,7 +146,9 @@ def _largest(candidates: Sequence[str], systems: Sequence[str], fallback: str, s
 
 
 def _system(name: str) -> dict[str, Any]:
-    loaded: Any = OmegaConf.to_container(OmegaConf.load(CONF / "system" / f"{name}.yaml"), resolve=True)
+    """The settings of conf/system/NAME.yaml, with those of the files that it builds on."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        loaded: Any = OmegaConf.to_container(compose("config", [f"system={name}"]).system, resolve=True)
     assert isinstance(loaded, dict)
     return loaded
 

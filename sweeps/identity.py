@@ -16,6 +16,8 @@ UNHASHED = ("experiment", "logging", "output_dir", "time_limit_s")
 PATHS = ("checkout", "nvme_path")
 """Fields of machine that stand for a system's option of the same name: where something lies on one machine, which no row tells."""
 UNHASHED_MEASURE = ("timeout_s", "repeated", "stop_below", "heldout_tokens")
+KEPT = "kept"
+"""Word of the preset of a rival that keeps activations instead of recomputing every layer."""
 FALLBACK = "torch_adamw"
 """The engine's option that runs a slower part in place of its own: a cell with it is measured, and never ranked."""
 IMPLEMENTATION = "implementation"
@@ -42,6 +44,19 @@ def effective(system: Mapping[str, Any]) -> dict[str, Any]:
     rival = "activation_checkpointing" in system  # and recomputed every layer before it could keep some
     neutral = (*NEUTRAL, "keep_activations") if rival else NEUTRAL
     return {name: value for name, value in system.items() if name != IMPLEMENTATION and (value or name not in neutral)}
+
+
+def label(system: Any) -> Any:
+    """A system's settings whose `preset` says, after its own word, whether a rival keeps activations.
+
+    Settings that are no mapping, or whose preset is no text, are left for the check that follows.
+    """
+    if not isinstance(system, Mapping) or system.get("name") == "megatrain" or not system.get("keep_activations"):
+        return system
+    preset = system.get("preset") or ""
+    if not isinstance(preset, str) or KEPT in preset.split():
+        return system
+    return {**system, "preset": f"{preset} {KEPT}".strip()}
 
 
 def published(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from sweeps.cell import fits
 from sweeps.command_line import mend_streams
 from sweeps.config import Cell, cell_from, require
 from sweeps.errors import USER_ERRORS, one_line, overrides_in, parse
+from sweeps.identity import label
 
 WIDTH = 60
 """Characters of a bar."""
@@ -57,6 +58,7 @@ def compose_plan(overrides: Sequence[str]) -> tuple[Cell, Machine | None]:
     for group, names in NEEDED.items():
         require(f"{group}.", plain[group], names)
     _check_rates(given)
+    plain["system"] = label(plain["system"])
     plain["machine"] |= {"device": "cuda"} | {
         name: plain["machine"][name] or given[memory] for name, memory in zip(("device_bytes", "host_bytes"), MEMORY, strict=True)
     }

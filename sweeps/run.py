@@ -195,7 +195,8 @@ def in_rounds(overrides: Sequence[str]) -> list[str]:
 
 def left_out(repeat: int, repeated: Sequence[str], choice: str | None) -> bool:
     """Whether a further repeat is not meant for this system (measure.repeated); `choice` is its file in conf/system."""
-    files = sorted(str(path.relative_to(SYSTEMS).with_suffix("")) for path in SYSTEMS.rglob("*.yaml"))
+    paths = [path for path in SYSTEMS.rglob("*.yaml") if path.parent.name != "common"]
+    files = sorted(str(path.relative_to(SYSTEMS).with_suffix("")) for path in paths)
     for system in repeated:
         if system not in files:
             raise ValueError(f"measure.repeated: got {system!r}, allowed {', '.join(files)}; choose among these")

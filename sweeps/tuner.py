@@ -34,13 +34,17 @@ TUNED = auto.CONF / "system" / "tuned"
 
 
 def require(overrides: Sequence[str]) -> None:
-    """ValueError where a search is asked for without the packages it needs."""
+    """ValueError where a search is asked for without the packages it needs, or with a mode, which its trials choose."""
     asked = [override for override in overrides if override.lstrip("+").startswith("tune=")]
     if asked and importlib.util.find_spec(PLUGIN) is None:
         raise ValueError(
             f"tune: got {asked[-1].partition('=')[2]!r}, allowed where hydra-optuna-sweeper is installed; "
             "run pip install -c constraints.txt -e '.[tune]'"
         )
+    modes = [override for override in overrides if asked and override.startswith("mode=")]
+    if modes:
+        got = modes[-1].partition("=")[2]
+        raise ValueError(f"mode: got {got!r}, allowed none with +tune, whose trials choose it; start from system=NAME_{got}")
 
 
 def require_trials(sweeper: DictConfig) -> None:

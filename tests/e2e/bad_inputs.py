@@ -60,6 +60,7 @@ TABLE = {
         ablation=depth => give +ablation=depth
         +ablation=7 => ablation: got '7'
         +rung=nope => rung: got 'nope'
+        mode=nope => mode: got 'nope', allowed as_is, compiled, kept
         rung=0_paper => give +rung=0_paper
         +tune=nope => tune: got 'nope'
         tune=zero3 => give +tune=zero3
@@ -310,6 +311,7 @@ TABLE = {
         +tune=zero3 hydra.sweeper.n_trials=x => hydra.sweeper.n_trials
         +tune=zero3 hydra.sweeper.n_jobs=0 => hydra.sweeper.n_jobs: got 0
         +tune=zero3 model=nope => model: got 'nope'
+        +tune=zero3 mode=kept => mode: got 'kept', allowed none with +tune
         +tune=zero3 recipe.lr=inf => recipe.lr: got inf
         +tune=zero3 output_dir=file => output_dir: got 'file'
     """,

@@ -117,6 +117,7 @@ def test_a_compiled_preset_is_its_system_compiled_and_is_labelled_so_once(name):
     start = name.removesuffix("_compiled")
     plain, compiled = composed(f"system={start}"), composed(f"system={name}")
     assert compiled.options == {**plain.options, "compile": True}
+    assert composed(f"system={start}", "mode=compiled").config == compiled.config
     assert compiled.hash == composed(f"system={start}", "system.compile=true").hash
     preset = plain.options.get("preset")
     mine = family_and_mode(row(compiled.system, [1.0], preset=preset, config=compiled.config))

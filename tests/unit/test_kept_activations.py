@@ -175,7 +175,9 @@ def test_more_layers_than_the_model_has_are_one_line(name, checkpointing):
 
 @pytest.mark.parametrize("name", KEPT)
 def test_a_kept_preset_is_its_system_compiled_that_keeps_what_fits(name):
-    plain, kept = composed(f"system={name.removesuffix('_kept')}"), composed(f"system={name}")
+    start = f"system={name.removesuffix('_kept')}"
+    plain, kept = composed(start), composed(f"system={name}")
+    assert composed(start, "mode=kept").config == kept.config
     assert kept.system == plain.system
     preset = " ".join(filter(None, (plain.options.get("preset"), "kept")))
     assert kept.options == {**plain.options, "preset": preset, "compile": True, "keep_activations": -1}

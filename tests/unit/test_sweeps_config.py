@@ -250,6 +250,12 @@ def test_numactl_starts_no_other_command(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert not (tmp_path / "made").exists()
 
 
+@pytest.mark.parametrize("name", ["megatrain_fast", "zero2"])
+def test_a_system_that_has_a_say_in_the_model_is_the_whole_of_its_preset(name: str) -> None:
+    """A file of conf/system says only what differs from those that it builds on."""
+    assert auto._system(name) == composed(f"system={name}").config["system"]
+
+
 def plan_here(command: list[str], *, input: str, **_: object) -> subprocess.CompletedProcess[str]:
     """What `python -m sweeps.auto` does with its stdin."""
     return subprocess.CompletedProcess(command, 0, json.dumps(sorted(auto.too_large(json.loads(input)))), "")
