@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 
 from analysis import runs
-from sweeps.identity import FALLBACK, configuration, effective, file_id, flat
+from sweeps.identity import FALLBACK, configuration, file_id, flat, in_force
 from sweeps.result import Row, compared, host_split, is_compiled, read_rows
 from sweeps.runfile import Tagged
 
@@ -83,7 +83,7 @@ def _run_names(found: pd.DataFrame) -> pd.Series:
 
 def settings(found: pd.DataFrame, *paths: str) -> pd.DataFrame:
     """Columns of the rows' configs by dotted path (system.depth); null where a row has none."""
-    flats = [dict(flat({**config, "system": effective(config.get("system", {}))})) for config in found["config"]]
+    flats = [dict(flat(in_force(config))) for config in found["config"]]
     wanted = paths or tuple(dict.fromkeys(key for one in flats for key in one))
     return pd.DataFrame([[one.get(path) for path in wanted] for one in flats], columns=list(wanted), index=found.index)
 

@@ -109,8 +109,9 @@ def differing(found: pd.DataFrame) -> list[str]:
     """Config paths in which rows of one family differ, and columns in which any do: what a study varied, in order."""
     shapes = [name for name in COLUMNS[:3] if found[name].nunique(dropna=False) > 1]
     paths = rows.settings(found)
-    mine = [str(path) for path in paths if str(path).startswith(("system.", "recipe.")) or path == "machine.device_bytes"]
-    told = [path for path in mine if path not in ("system.name", "system.preset", "recipe.total_steps")]
+    groups = ("system.", "process.", "recipe.")
+    mine = [str(path) for path in paths if str(path).startswith(groups) or path == "machine.device_bytes"]
+    told = [path for path in mine if path not in ("system.name", "system.preset", "process.timeout_s", "recipe.total_steps")]
     inner = [path for path in told if (paths[path].map(repr).groupby(found["family"]).nunique() > 1).any()]
     if found["model"].nunique() > 1:
         return [*inner, *shapes]

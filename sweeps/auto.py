@@ -78,7 +78,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     """The plain config of one cell with device, model and total_steps settled. Raises ValueError, one line."""
     plain: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     assert isinstance(plain, dict)
-    require("", plain, ("machine", "measure", "model", "recipe"))
+    require("", plain, ("machine", "measure", "model", "process", "recipe"))
     require("machine.", plain["machine"], ("device",))
     require("model.", plain["model"], ())
     plain["system"] = label(plain.get("system"))
@@ -107,7 +107,8 @@ def _model(plain: Mapping[str, Any]) -> dict[str, Any]:
     if plain["machine"]["device"] == "cpu":
         return _load(asked["fallback"])
     candidates = tuple(asked["candidates"])
-    settings = json.dumps({key: plain[key] for key in ("seed", "shape", "recipe", "data", "measure", "logging", "machine")})
+    shared = ("seed", "shape", "recipe", "data", "measure", "process", "logging", "machine")
+    settings = json.dumps({key: plain[key] for key in shared})
     return _load(_largest(candidates, tuple(asked["systems"]), asked["fallback"], settings))
 
 

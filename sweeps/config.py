@@ -21,13 +21,12 @@ import torch
 from baselines.registry import require_known
 from baselines.system import ModelSpec, Shape, SystemSpec
 from engine import Recipe
-from sweeps.identity import IMPLEMENTATION, PATHS, digest, flat, hashed
+from sweeps.identity import IMPLEMENTATION, MOVED, PATHS, RETIRED, current, digest, flat, hashed
 from sweeps.memory import host_bytes
 
-COUNTS = ("num_micro_batches", "omp_num_threads")
-"""Knobs that any system's group may add (+system.KNOB=N), for the best value differs from system to system: the parts that a step's
-sequences are accumulated in, in place of shape.num_micro_batches, and OMP_NUM_THREADS. 0 is neither; the system never sees them.
-`numactl`, likewise, is a string, and `huge_pages` true or false."""
+OWN_MICRO_BATCHES = "num_micro_batches"
+"""Knob that any system's group may add (+system.num_micro_batches=N), for the best value differs from system to
+system: it takes the place of shape.num_micro_batches. 0 leaves that as it is; the system never sees the knob."""
 VALUED = ("--interleave", "--weighted-interleave", "--preferred", "--preferred-many", "--membind", "--cpunodebind", "--physcpubind")
 FLAGS = ("--localalloc", "--balancing", "--all")
 """Options of numactl(8) that bind a process, in the one form that leaves no doubt which words are options."""
@@ -59,7 +58,6 @@ class Measure:
     warmup_steps: int = 3
     windows: int = 3
     steps_per_window: int = 3
-    timeout_s: float = 900.0
     trace: bool = False
     repeat: int = 1
     """Which repeat of the measurement this is; each is a cell of its own."""
@@ -78,8 +76,6 @@ class Measure:
         _at_least("measure.warmup_steps", self.warmup_steps, 0)
         _at_least("measure.windows", self.windows, 1)
         _at_least("measure.steps_per_window", self.steps_per_window, 1)
-        if not self.timeout_s > 0:
-            raise ValueError(f"measure.timeout_s: got {self.timeout_s}, allowed > 0; give the seconds one cell may take")
 
     @property
     def num_steps(self) -> int:
@@ -108,14 +104,40 @@ class Machine:
     host_bytes: int | None = None
     device_bytes: int | None = None
     checkout: str | None = None
-    """For a system that has an option of this name and leaves it null; likewise the next. Neither is hashed or published."""
+    """Folder of a clone of the authors' MegaTrain code. Neither this path nor the next is hashed or published."""
     nvme_path: str | None = None
+    """Folder on a local disk."""
 
     def __post_init__(self) -> None:
         _allow("machine.device", self.device, ("cpu", "cuda"))
         for name in ("host_bytes", "device_bytes"):
             if getattr(self, name) is not None:
                 _at_least(f"machine.{name}", getattr(self, name), 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """How the process that runs a cell is started (conf/process); the system never sees it."""
+
+    omp_num_threads: int = 0
+    """OMP_NUM_THREADS, and the threads of the engine's AdamW; 0 leaves both to the machine."""
+    numactl: str = ""
+    """Arguments of numactl(8), which then starts the process; empty: it is started directly."""
+    huge_pages: bool = False
+    """Whether torch asks for transparent huge pages for host memory that is not pinned."""
+    timeout_s: float = 900.0
+    """Seconds after which it is killed."""
+
+    def __post_init__(self) -> None:
+        _at_least("process.omp_num_threads", self.omp_num_threads, 0)
+        require_numactl(tuple(self.numactl.split()))
+        if not self.timeout_s > 0:
+            raise ValueError(f"process.timeout_s: got {self.timeout_s}, allowed > 0; give the seconds one cell may take")
+
+    @property
+    def starter(self) -> tuple[str, ...]:
+        """The command that starts the process, if it is not started directly."""
+        return ("numactl", *self.numactl.split()) if self.numactl.strip() else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,14 +153,9 @@ class Cell:
     """The system's own knobs: the rest of the system group."""
     implementation: str | None = None
     """MODULE:CLASS of a system that is not built in (system.implementation)."""
-    omp_num_threads: int = 0
-    """OMP_NUM_THREADS of the cell's process (system.omp_num_threads); 0 leaves it."""
-    huge_pages: bool = False
-    """Whether torch asks for transparent huge pages for its pageable host memory (system.huge_pages)."""
     time_limit_s: float | None = None
-    """Of the command that the cell belongs to, seconds; None is no limit."""
-    numactl: Sequence[str] = ()
-    """Arguments of numactl(8), which then starts the cell's process (system.numactl); none: it is started by itself."""
+    """Seconds that the command which the cell belongs to may take; None is no limit."""
+    process: Process
     model: ModelSpec
     shape: Shape
     recipe: Recipe
@@ -169,20 +186,24 @@ class Cell:
             device=torch.device(self.machine.device),
             host_memory=self.machine.host_bytes or host_bytes(),
             device_memory=self.machine.device_bytes,
-            options={name: self._path(name) if name in PATHS and value is None else value for name, value in self.options.items()},
+            options={**self.options, **self._given()},
             implementation=self.implementation,
         )
 
-    def _path(self, option: str) -> str | None:
-        """What the machine has for an option that names a path."""
-        path: str | None = getattr(self.machine, option)
-        return path or None
+    def _given(self) -> dict[str, Any]:
+        """Options that stand in other groups: a path of the machine, the threads of the process."""
+        threads = self.process.omp_num_threads
+        given = {"num_threads": threads} if threads and self.system == "megatrain" else {}
+        return given | {name: getattr(self.machine, name) or None for name, system in PATHS.items() if system == self.system}
 
 
-def cell_from(config: Mapping[str, Any]) -> Cell:
-    """Validate a plain composed config (device and total_steps already resolved). Raises ValueError, one line."""
-    of_system = {"dtype", "options", "omp_num_threads", "huge_pages", "numactl", IMPLEMENTATION}
-    known = {item.name for item in fields(Cell)} - of_system - {"config"}
+def cell_from(recorded: Mapping[str, Any]) -> Cell:
+    """Validate a plain composed config (device and total_steps already resolved), or that of a row of any age.
+
+    ValueError, one line, for what is wrong with it.
+    """
+    config = current(recorded)
+    known = {item.name for item in fields(Cell)} - {"dtype", "options", "config", IMPLEMENTATION}
     require("", config, sorted(known - {"time_limit_s"}))  # a row's config has none
     for group in config:
         if group not in known:
@@ -191,15 +212,13 @@ def cell_from(config: Mapping[str, Any]) -> Cell:
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{path}: got {value}, allowed a finite number; correct it")
     require("system.", config["system"], ())
+    _refuse_old_names(config)
     system = dict(config["system"])
     name, dtype = str(system.pop("name", None)), str(system.pop("dtype", None))
     implementation = system.pop(IMPLEMENTATION, None)
     require_known(name, implementation)
     _allow("system.dtype", dtype, tuple(DTYPES))
-    num_micro_batches, omp_num_threads = (_count(f"system.{knob}", system.pop(knob, 0)) for knob in COUNTS)
-    huge_pages = _typed("system.huge_pages", system.pop("huge_pages", False), bool)
-    numactl = tuple(_typed("system.numactl", system.pop("numactl", ""), str).split())
-    require_numactl(numactl)
+    num_micro_batches = _count(f"system.{OWN_MICRO_BATCHES}", system.pop(OWN_MICRO_BATCHES, 0))
     if not isinstance(system.get("preset"), (str, type(None))):
         raise ValueError(f"system.preset: got {system['preset']!r}, allowed null or text; write '\"{system['preset']}\"'")
     shape = build_group(Shape, "shape", config)
@@ -218,10 +237,8 @@ def cell_from(config: Mapping[str, Any]) -> Cell:
         dtype=dtype,
         options=system,
         implementation=implementation,
-        omp_num_threads=omp_num_threads,
-        huge_pages=huge_pages,
         time_limit_s=_limit("time_limit_s", config.get("time_limit_s")),
-        numactl=numactl,
+        process=build_group(Process, "process", config),
         model=_model(config),
         shape=shape,
         recipe=_recipe(config),
@@ -229,7 +246,7 @@ def cell_from(config: Mapping[str, Any]) -> Cell:
         measure=build_group(Measure, "measure", config),
         logging=build_group(Logging, "logging", config),
         machine=build_group(Machine, "machine", config),
-        config=config,
+        config=recorded,
     )
     longest = cell.model.config.get("max_position_embeddings")
     if isinstance(longest, int) and cell.shape.seq_len > longest:
@@ -243,12 +260,24 @@ def cell_from(config: Mapping[str, Any]) -> Cell:
     return cell
 
 
+def _refuse_old_names(config: Mapping[str, Any]) -> None:
+    """ValueError, one line, for a field that has another name now, or none."""
+    for old, new in MOVED.items():
+        group, name = old.split(".")
+        if isinstance(config[group], Mapping) and name in config[group]:
+            raise ValueError(f"{old}: got {config[group][name]!r}, allowed under another name; give {new}")
+    for name, value in RETIRED.get(str(config["system"].get("name")), {}).items():
+        if name in config["system"]:
+            got = config["system"][name]
+            raise ValueError(f"system.{name}: got {got!r}, allowed nothing, for it always was {value}; leave it out")
+
+
 @lru_cache
 def require_numactl(arguments: Sequence[str]) -> None:
     """ValueError, one line, for arguments that numactl(8) does not take on this machine."""
     if not arguments:
         return
-    got = f"system.numactl: got {' '.join(arguments)!r}"
+    got = f"process.numactl: got {' '.join(arguments)!r}"
     for word in arguments:  # what is no option is a command to numactl, which it would run
         name, _, value = word.partition("=")
         if name not in (VALUED if value else FLAGS):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import cache_directory
-from sweeps.config import Machine
+from sweeps.config import Machine, Process
 from sweeps.flops import datasheet_tflops
 from sweeps.memory import host_bytes, nvml_device
 
@@ -29,8 +29,8 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """Random, made anew by the kernel at every start."""
 
 
-def cell_variables(omp_num_threads: int = 0, huge_pages: bool = False) -> dict[str, str]:
-    """Environment of every cell, unless the user's own says otherwise; OMP_NUM_THREADS and huge pages where they are asked for.
+def cell_variables(process: Process | None = None) -> dict[str, str]:
+    """Environment of every cell, unless the user's own says otherwise; and what `process` asks for.
 
     Kernels compiled by one cell serve the next; and device memory grows in place, or the holes between blocks of unlike
     sizes cost up to 12 GB of an H200.
@@ -38,8 +38,8 @@ def cell_variables(omp_num_threads: int = 0, huge_pages: bool = False) -> dict[s
     ours = {"TORCHINDUCTOR_CACHE_DIR": str(cache_directory() / "inductor"), "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     if "PYTORCH_CUDA_ALLOC_CONF" in os.environ:  # the older name of the same
         del ours["PYTORCH_ALLOC_CONF"]
-    asked = {"OMP_NUM_THREADS": str(omp_num_threads)} if omp_num_threads else {}
-    asked |= {"THP_MEM_ALLOC_ENABLE": "1"} if huge_pages else {}  # read by torch's CPU allocator
+    asked = {"OMP_NUM_THREADS": str(process.omp_num_threads)} if process and process.omp_num_threads else {}
+    asked |= {"THP_MEM_ALLOC_ENABLE": "1"} if process and process.huge_pages else {}  # read by torch's CPU allocator
     return {name: value for name, value in ours.items() if name not in os.environ} | asked
 
 

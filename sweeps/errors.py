@@ -21,7 +21,7 @@ from omegaconf.errors import (
 )
 
 from sweeps.auto import CONF
-from sweeps.identity import PATHS
+from sweeps.identity import MOVED
 
 USER_ERRORS = (HydraException, OmegaConfBaseException, ValueError, OSError)
 """What ends in one line and exit code 2."""
@@ -71,13 +71,13 @@ def _missing_option(missing: str, options: Sequence[str]) -> str:
 
 def _unknown_field(error: Any, overrides: Sequence[str]) -> str:
     path = str(error.full_key or error.key)
+    if path in MOVED:
+        return f"{path}: got {_typed_value(path, overrides)}, allowed under another name; give {MOVED[path]}"
     parent = error.parent_node
     allowed = sorted(str(key) for key in (parent.keys() if parent is not None else ()) if key != "hydra")
     got = _typed_value(path, overrides)
     listed = ", ".join(allowed) or "none (it holds a single value)"
-    name = path.removeprefix("system.")
-    remedy = f"give machine.{name}, which goes with every system" if name in PATHS else "choose a group option that has it"
-    return f"{path}: got {got}, an unknown field, allowed {listed}; correct the name, or {remedy}"
+    return f"{path}: got {got}, an unknown field, allowed {listed}; correct the name, or choose a group option that has it"
 
 
 def _typed_value(path: str, overrides: Sequence[str]) -> str:

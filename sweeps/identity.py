@@ -11,23 +11,41 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-UNHASHED = ("experiment", "logging", "output_dir", "time_limit_s")
-"""Groups of a config that cannot change a measurement. Of machine only device and its cap can, of measure all but the next."""
-PATHS = ("checkout", "nvme_path")
-"""Fields of machine that stand for a system's option of the same name: where something lies on one machine, which no row tells."""
+UNHASHED = ("experiment", "logging", "output_dir", "process", "time_limit_s")
+"""Groups that cannot change a measurement, and `process`, which is hashed where it stood first (MOVED)."""
+PATHS = {"checkout": "published_megatrain", "nvme_path": "zero_infinity"}
+"""Field of machine that says where something lies on one machine -> the one system that is built with it. No
+row has it."""
 UNHASHED_MEASURE = ("timeout_s", "repeated", "stop_below", "heldout_tokens")
 KEPT = "kept"
 """Word of the preset of a rival that keeps activations instead of recomputing every layer."""
 FALLBACK = "torch_adamw"
-"""The engine's option that runs a slower part in place of its own: a cell with it is measured, and never ranked."""
+"""The engine's option that runs a slower part in place of its own. A cell with it is never ranked."""
 IMPLEMENTATION = "implementation"
 """The field of a system that says where its code is, which its name stands for."""
 NEUTRAL = ("num_micro_batches", "omp_num_threads", "huge_pages", "numactl", FALLBACK)
-"""Knobs that are as good as not there while they are 0, false or empty: any system's, and the engine's last."""
+"""Knobs that are as good as not there while they are 0, false or empty."""
+MOVED = {
+    "system.omp_num_threads": "process.omp_num_threads",
+    "system.num_threads": "process.omp_num_threads",
+    "system.huge_pages": "process.huge_pages",
+    "system.numactl": "process.numactl",
+    "measure.timeout_s": "process.timeout_s",
+    "system.checkout": "machine.checkout",
+    "system.nvme_path": "machine.nvme_path",
+}
+"""Where a field of older rows stands now. A config without `process` is of that age."""
+RETIRED: Mapping[str, Mapping[str, Any]] = {
+    "megatrain": {"num_threads": 0},
+    "published_megatrain": {"checkout": None},
+    "zero_infinity": {"nvme_path": None},
+}
+"""What older configs of a system say and today's no longer do: a cell is known by it all the same."""
 
 
 def hashed(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a composed config that can change a measurement: what a cell is known by."""
+    config = as_first_written(config)
     kept = {name: value for name, value in config.items() if name not in UNHASHED}
     kept["measure"] = {name: value for name, value in config["measure"].items() if name not in UNHASHED_MEASURE}
     if kept["measure"].get("repeat") == 1:  # the cell as it was before there were repeats
@@ -39,9 +57,43 @@ def hashed(config: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def as_first_written(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config as the first rows would have it, whose digests stand; theirs are that already."""
+    if "process" not in config:
+        return config
+    moved = {name: value for name, value in config["process"].items() if name in NEUTRAL}
+    retired = RETIRED.get(config["system"]["name"], {})
+    return {**config, "system": {**retired, **moved, **config["system"]}}
+
+
+def current(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a row of any age, its fields where they stand now."""
+    if "process" in config:
+        return dict(config)
+    groups = {name: dict(value) if isinstance(value, Mapping) else value for name, value in config.items()}
+    groups["process"] = {}
+    for old, new in MOVED.items():
+        (group, name), (place, field) = old.split("."), new.split(".")
+        value = groups.get(group, {}).pop(name, None)
+        if value:
+            groups.setdefault(place, {})[field] = value
+    for name, value in RETIRED.get(str(groups.get("system", {}).get("name")), {}).items():
+        if groups["system"].get(name, value) == value:
+            groups["system"].pop(name, None)
+    return groups
+
+
+def in_force(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a row of any age as one of today, without what is as good as not there."""
+    groups = current(config)
+    for name in ("system", "process"):
+        groups[name] = effective(groups.get(name, {}))
+    return groups
+
+
 def effective(system: Mapping[str, Any]) -> dict[str, Any]:
     """A system's settings without those that are as good as not there."""
-    rival = "activation_checkpointing" in system  # and recomputed every layer before it could keep some
+    rival = system.get("name") != "megatrain"  # and recomputed every layer before it could keep some
     neutral = (*NEUTRAL, "keep_activations") if rival else NEUTRAL
     return {name: value for name, value in system.items() if name != IMPLEMENTATION and (value or name not in neutral)}
 
@@ -60,12 +112,10 @@ def label(system: Any) -> Any:
 
 
 def published(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config as its row has it: of where things lie on this machine, a folder's own name alone."""
+    """The config as its row has it: of where things lie on this machine, the output folder's own name alone."""
     kept = {name: value for name, value in config.items() if name != "time_limit_s"}
     kept["output_dir"] = Path(config["output_dir"]).name
     kept["machine"] = {name: value for name, value in config["machine"].items() if name not in PATHS}
-    own = {name: Path(value).name for name, value in config["system"].items() if name in PATHS and isinstance(value, str)}
-    kept["system"] = {**config["system"], **own}
     return kept
 
 

@@ -180,7 +180,7 @@ def _take(line: bytes, sampler: Sampler, outcome: Outcome, on_event: Callable[[E
 
 def _judge(outcome: Outcome, exit_code: int, timeout_s: float, log: Path) -> None:
     failed, invalid = outcome.last("failed"), outcome.last("invalid")
-    killed = f"killed after measure.timeout_s = {timeout_s:g} s; raise it, or see {log}" if outcome.timed_out else ""
+    killed = f"killed after process.timeout_s = {timeout_s:g} s; raise it, or see {log}" if outcome.timed_out else ""
     measured = any(event["event"] == "losses" and event["seconds"] for event in outcome.events)
     if outcome.last("done") and measured:  # what failed later, a trace, costs no number
         later = failed["reason"] if failed else killed

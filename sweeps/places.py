@@ -48,7 +48,6 @@ def _places(cell: Cell) -> Iterator[tuple[str, str]]:
     told: list[tuple[str | Path | None, str]] = [(cell.output_dir, "output_dir")]
     for option in PATHS:
         told += [(getattr(cell.machine, option), f"machine.{option}")]
-        told += [(cell.options.get(option), f"system.{option}")]
     told += [(os.environ.get("XDG_CACHE_HOME"), "$XDG_CACHE_HOME")]
     told += [(os.path.expanduser("~"), "~"), (tempfile.gettempdir(), "$TMPDIR")]
     told += [(ROOT, "megatrain-bench")]

@@ -54,7 +54,7 @@ def compose_plan(overrides: Sequence[str]) -> tuple[Cell, Machine | None]:
     given = plain.pop("rates", None)
     if not given:
         return cell_from(auto.resolve(OmegaConf.create(plain))), None
-    require("", plain, ("machine", "measure", "model", "recipe", "system", "shape"))
+    require("", plain, ("machine", "measure", "model", "process", "recipe", "system", "shape"))
     for group, names in NEEDED.items():
         require(f"{group}.", plain[group], names)
     _check_rates(given)

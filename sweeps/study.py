@@ -25,7 +25,7 @@ from sweeps import auto, ceilings, environment, lock
 from sweeps.check import SURVEY_S, survey
 from sweeps.config import Cell, Machine, cell_from
 from sweeps.data import batches, corpus_of
-from sweeps.identity import published
+from sweeps.identity import hashed, published
 from sweeps.isolate import Event, Outcome, run_isolated
 from sweeps.memory import device_sampler
 from sweeps.places import named
@@ -211,13 +211,13 @@ def _measure(cell: Cell, log: Path, sinks: Sequence[Sink], deadline: float) -> R
         "sweeps.cell",
         {**cell.config, **({"rates": rates} if rates else {})},
         log=log,
-        timeout_s=min(left_s, cell.measure.timeout_s),
+        timeout_s=min(left_s, cell.process.timeout_s),
         device=device,
         on_event=tell,
-        env=environment.cell_variables(cell.omp_num_threads, cell.huge_pages),
-        starter=("numactl", *cell.numactl) if cell.numactl else (),
+        env=environment.cell_variables(cell.process),
+        starter=cell.process.starter,
     )
-    if outcome.timed_out and left_s < cell.measure.timeout_s:
+    if outcome.timed_out and left_s < cell.process.timeout_s:
         if outcome.status != "ok" or cell.measure.heldout_tokens or cell.measure.trace:
             raise TimeIsUpError
         outcome.reason, outcome.cell_s = "", None  # it had all that was asked, and was giving its memory back
@@ -250,7 +250,7 @@ def known_rates(cell: Cell) -> dict[str, float] | None:
 
 def _probing(config: Mapping[str, Any]) -> list[Any]:
     """The options that a probe depends on; a row of before one of them existed has none, which is false."""
-    return [config["system"].get(name) or None for name in PROBED]
+    return [hashed(config)["system"].get(name) or None for name in PROBED]
 
 
 def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, Any]) -> Row:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,30 +119,42 @@ def trial(row: Row) -> dict[str, Any]:
     measured = ("cell", "status", "tokens_per_s", "step_s", "peak_device_bytes", "peak_host_bytes")
     where = ("allocator", "git_commit", "started_at")
     told = {name: getattr(row, name) for name in (*measured, *where)}
-    return told | {"boot": row.machine.get("boot"), "system": row.config["system"]}
+    return told | {"boot": row.machine.get("boot"), "system": row.config["system"], "process": row.config["process"]}
 
 
 def overlay(best: Row, choice: str, num_trials: int) -> str:
     """The winner as a file of conf/system on top of the one that the search started from: what differs, beside what it was."""
     with initialize_config_dir(str(auto.CONF), version_base="1.3"):
-        before: Any = OmegaConf.to_container(compose("config", [f"system={choice}"]).system, resolve=True)
-    system = best.config["system"]
-    untold = {"preset", *(key for key in NEUTRAL if key not in before and not system.get(key))}
-    found = {key: value for key, value in system.items() if key not in untold and before.get(key) != value}
-    label = [word for word in str(before.get("preset") or "").split() if word != "tuned"]  # a tuned twinflow is no tuned zero3
+        before: Any = OmegaConf.to_container(compose("config", [f"system={choice}"]), resolve=True)
+    words = str(before["system"].get("preset") or "").split()
+    preset = " ".join(("tuned", *(word for word in words if word != "tuned")))  # a tuned twinflow is no tuned zero3
     versions = ", ".join(f"{name} {best.versions[name]}" for name in ("torch", "deepspeed") if name in best.versions)
+    process = _found(best.config, before, "process", ("timeout_s",))
     lines = [
+        "# @package _global_",
         f"# {choice} as found by {num_trials} trials on {machine_of(best)}:",
         f"# {best.model}, {best.batch_size} x {best.seq_len} tokens, {best.tokens_per_s:,.0f} tokens/s ({versions}).",
         "# The trials are in the .jsonl beside this file; written by sweeps/tuner.py.",
         "defaults:",
-        f"  - /system/{choice}@_here_",
+        f"  - /system/{choice}@system",
         "  - _self_",
         "",
-        "# Label of the settings below in rows and figures.",
-        f"preset: {' '.join(('tuned', *label))}",
+        "system:",
+        "  # Label of the settings below in rows and figures.",
+        f"  preset: {preset}",
+        *_found(best.config, before, "system", ("preset",)),
+        *(["", "process:", *process] if process else []),
     ]
-    for key, value in found.items():
-        origin = json.dumps(before[key]) if key in before else "not set"
-        lines += [f"# Before: {origin}.", f"{key}: {json.dumps(value)}"]
     return "\n".join(lines) + "\n"
+
+
+def _found(best: Mapping[str, Any], before: Mapping[str, Any], group: str, besides: Sequence[str]) -> list[str]:
+    """Lines of YAML: what the best trial has otherwise than where the search began."""
+    lines = []
+    for key, value in best[group].items():
+        neutral = key in NEUTRAL and not value and key not in before[group]
+        if key in besides or neutral or before[group].get(key) == value:
+            continue
+        origin = json.dumps(before[group][key]) if key in before[group] else "not set"
+        lines += [f"  # Before: {origin}.", f"  {key}: {json.dumps(value)}"]
+    return lines

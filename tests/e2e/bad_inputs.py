@@ -81,6 +81,7 @@ TABLE = {
         ~data => data: got nothing
         ~measure => measure: got nothing
         ~logging => logging: got nothing
+        ~process => process: got nothing
         ~machine => machine: got nothing
         ~seed => seed: got nothing
         ~output_dir => output_dir: got nothing
@@ -201,13 +202,13 @@ TABLE = {
         measure.windows=1.5 => measure.windows: got 1.5
         measure.warmup_steps=-1 => measure.warmup_steps: got -1
         measure.steps_per_window=0 => measure.steps_per_window: got 0
-        measure.timeout_s=0 => measure.timeout_s: got 0
-        measure.timeout_s=-1 => measure.timeout_s: got -1
-        measure.timeout_s=inf => measure.timeout_s: got inf
-        measure.timeout_s=nan => measure.timeout_s: got nan
-        measure.timeout_s=1e400 => measure.timeout_s: got inf
-        measure.timeout_s=long => measure.timeout_s: got 'long'
-        measure.timeout_s=null => measure.timeout_s: got None
+        process.timeout_s=0 => process.timeout_s: got 0
+        process.timeout_s=-1 => process.timeout_s: got -1
+        process.timeout_s=inf => process.timeout_s: got inf
+        process.timeout_s=nan => process.timeout_s: got nan
+        process.timeout_s=1e400 => process.timeout_s: got inf
+        process.timeout_s=long => process.timeout_s: got 'long'
+        process.timeout_s=null => process.timeout_s: got None
         measure.stop_below=inf => measure.stop_below: got inf
         measure.stop_below=-1 => measure.stop_below: got -1
         measure.stop_below=nan => measure.stop_below: got nan
@@ -240,17 +241,22 @@ TABLE = {
         system.preset=1 => system.preset: got 1
         system.preset=[a] => system.preset: got ['a']
         system.preset=true system.compile=true => system.preset: got True
-        +system.huge_pages=perhaps => system.huge_pages: got 'perhaps'
+        process.huge_pages=perhaps => process.huge_pages: got 'perhaps'
         +system.num_micro_batches=3 shape.batch_size=4 => system.num_micro_batches: got 3
         +system.num_micro_batches=-1 => system.num_micro_batches: got -1
-        +system.omp_num_threads=-1 => system.omp_num_threads: got -1
-        +system.omp_num_threads=two => system.omp_num_threads: got 'two'
-        +system.numactl=touch => system.numactl: got 'touch'
-        +system.numactl='"touch folder/x"' => system.numactl: got 'touch folder/x'
-        +system.numactl='"--physcpubind=0 touch folder/x"' => system.numactl: got
-        +system.numactl='"--file=folder/x --touch"' => system.numactl: got
-        +system.numactl=--bogus => system.numactl: got '--bogus'
-        +system.numactl=7 => system.numactl: got 7
+        process.omp_num_threads=-1 => process.omp_num_threads: got -1
+        process.omp_num_threads=two => process.omp_num_threads: got 'two'
+        process.numactl=touch => process.numactl: got 'touch'
+        process.numactl='"touch folder/x"' => process.numactl: got 'touch folder/x'
+        process.numactl='"--physcpubind=0 touch folder/x"' => process.numactl: got
+        process.numactl='"--file=folder/x --touch"' => process.numactl: got
+        process.numactl=--bogus => process.numactl: got '--bogus'
+        process.numactl=7 => process.numactl: got 7
+        # fields that stand elsewhere now
+        system.numactl=--interleave=all => system.numactl: got '--interleave=all', allowed under another name; give process.numactl
+        +system.num_threads=4 => system.num_threads: got 4, allowed under another name; give process.omp_num_threads
+        measure.timeout_s=60 => measure.timeout_s: got '60', allowed under another name; give process.timeout_s
+        +system.nvme_path=7 system=zero_infinity => system.nvme_path: got 7, allowed under another name; give machine.nvme_path
         # Hydra's language
         seed=[1 => seed=[1: got an override that Hydra cannot read
         seed=(1 => seed=(1: got an override

@@ -91,7 +91,7 @@ def children(pid: int) -> list[int]:
         (["ablation=nope"], "ablation: got 'nope', allowed batch_size, "),
         (
             ["--multirun", "system=zero3,published_megatrain", "system.checkout=/x"],
-            "; correct the name, or give machine.checkout, which",
+            "system.checkout: got '/x', allowed under another name; give machine.checkout",
         ),
         (["system.dpeth=3"], "system.dpeth: got '3', an unknown field, allowed checkpoint_interval"),
         (["shape.batch_size=5", "shape.num_micro_batches=2"], "shape.num_micro_batches: got 2, allowed a divisor"),

@@ -55,7 +55,7 @@ def checkout(tmp_path: Path) -> Path:
 def test_a_search_writes_its_winner_and_trials_and_goes_on_where_it_stopped(checkout: Path) -> None:
     """Two trials, one of which its system refuses; then a third, with the rows of the first two there."""
     knobs = ["compile=false", "master=split,nonsense", "depth=2", "gradient_slabs=0", "loss_chunk=4096", "late_moments=true"]
-    knobs = [*(f"system.{knob}" for knob in knobs), "+system.num_micro_batches=1"]
+    knobs = [*(f"system.{knob}" for knob in knobs), "+system.num_micro_batches=1", "process.omp_num_threads=1"]
     search = ["+tune=megatrain", *TIMED, *knobs, "logging=none", "output_dir=out"]
     done = command(checkout, *search, "hydra.sweeper.n_trials=2")
     assert done.returncode == 0, done
@@ -71,7 +71,10 @@ def test_a_search_writes_its_winner_and_trials_and_goes_on_where_it_stopped(chec
     assert [trial["cell"] for trial in trials] == [row.cell for row in rows]
     best = max(rows, key=lambda row: row.tokens_per_s or 0)
     told = yaml.safe_load((folder / f"{name}.yaml").read_text())
-    assert {key: best.config["system"][key] for key in told if key not in ("defaults", "preset")}.items() <= told.items()
+    assert {key: best.config["system"][key] for key in told["system"] if key != "preset"}.items() <= told["system"].items()
+    assert told["process"] == {"omp_num_threads": 1}
+    shown = command(checkout, f"system=tuned/{name}", "--cfg", "job", "-p", "process")
+    assert yaml.safe_load(shown.stdout.partition("\n")[2])["omp_num_threads"] == 1, shown
     shown = command(checkout, f"system=tuned/{name}", "--cfg", "job", "-p", "system")
     systems = yaml.safe_load(shown.stdout.partition("\n")[2]), best.config["system"]
     told_system, as_run = ({key: value for key, value in one.items() if value or key not in NEUTRAL} for one in systems)
@@ -96,8 +99,8 @@ def test_every_search_has_the_same_budget_and_starts_from_a_valid_cell() -> None
         told = (sweeper["n_trials"], sweeper["sampler"], sweeper["direction"], sweeper["n_jobs"])
         budgets.append((told, start.measure))
         for key, values in sweeper["params"].items():
-            known = key.lstrip("+").removeprefix("system.")
-            assert key.startswith("+") or known in start.config["system"], key
+            group, known = key.lstrip("+").split(".")
+            assert key.startswith("+") or known in start.config[group], key
             assert values.startswith("choice("), key
     assert len(SEARCHES) >= 7
     assert all(budget == budgets[0] for budget in budgets)
@@ -120,8 +123,8 @@ def test_every_choice_of_a_search_is_one_that_its_system_takes(name: str) -> Non
     (start,) = run.command_of([f"+tune={name}", "shape.batch_size=4", "shape.num_micro_batches=1"]).cells or []
     for key, values in sweeper_of(f"+tune={name}")["params"].items():
         for value in yaml.safe_load(values.replace("choice(", "[").replace(")", "]")):
-            knob = key.lstrip("+").removeprefix("system.")
-            cell = cell_from({**start.config, "system": {**start.config["system"], knob: value}})
+            group, knob = key.lstrip("+").split(".")
+            cell = cell_from({**start.config, group: {**start.config[group], knob: value}})
             assert refusal(cell) is None, f"{knob}={value}"
 
 
@@ -146,7 +149,7 @@ def test_searches_from_two_starts_share_a_folder_and_no_trial(tmp_path: Path) ->
     assert {path.stem for path in (tmp_path / "tuned").glob("*.yaml")} == {f"{start}-{kind}" for start in starts}
     for start, preset in (("zero3", "tuned"), ("zero3_twinflow", "tuned twinflow")):
         told = yaml.safe_load((tmp_path / "tuned" / f"{start}-{kind}.yaml").read_text())
-        assert (told["defaults"][0], told["preset"]) == (f"/system/{start}@_here_", preset)
+        assert (told["defaults"][0], told["system"]["preset"]) == (f"/system/{start}@system", preset)
 
 
 @pytest.mark.parametrize(("cores", "expected"), [(1, "0,1"), (2, "0,1,2"), (16, "0,4,8,16"), (64, "0,16,32,64")])

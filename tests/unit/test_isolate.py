@@ -177,7 +177,7 @@ def test_what_was_measured_before_the_time_was_up_counts_and_the_row_says_what_d
 ) -> None:
     body = says(WINDOW, DONE) + "; time.sleep(30)"
     found = isolated(tmp_path, monkeypatch, body, timeout_s=2.0)
-    assert (found.status, found.reason.split(";")[0]) == ("ok", "after the measurement: killed after measure.timeout_s = 2 s")
+    assert (found.status, found.reason.split(";")[0]) == ("ok", "after the measurement: killed after process.timeout_s = 2 s")
 
 
 def test_memory_is_sampled_once_training_has_touched_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +300,7 @@ def test_a_cells_pace_is_that_of_its_windows_and_reaches_its_row(tmp_path: Path,
 
 def test_what_a_cell_asks_of_its_process_reaches_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     auto.register()
-    asked = ["+system.omp_num_threads=3", "+system.huge_pages=true"]
+    asked = ["process.omp_num_threads=3", "process.huge_pages=true"]
     (cell,) = command_of(["model=tiny", "logging=none", f"output_dir={tmp_path}", *asked]).cells
     sent: dict[str, Any] = {}
     monkeypatch.setattr(study, "run_isolated", lambda *_, **given: sent.update(given) or Outcome(status="error", reason="x"))

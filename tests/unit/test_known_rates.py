@@ -43,10 +43,9 @@ def test_a_cell_plans_with_what_an_earlier_one_had_probed(tmp_path: Path) -> Non
     for overrides in ([], ["system.depth=3"], ["system=megatrain_fast"], ["shape.batch_size=8"]):
         assert study.known_rates(cell_of(tmp_path, *overrides)) == RATES
     others = (
-        "system.num_threads=1",
         "system.pinned=torch",
-        "+system.omp_num_threads=1",
-        "+system.huge_pages=true",
+        "process.omp_num_threads=1",
+        "process.huge_pages=true",
         "system=in_memory",
     )
     for override in others:

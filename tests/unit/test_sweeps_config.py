@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from sweeps import auto, config, environment
 from sweeps.config import Cell, cell_from
-from sweeps.identity import PATHS, comparison_key, published
+from sweeps.identity import MOVED, PATHS, comparison_key, published
 
 GROUPS = {folder.name: sorted(item.stem for item in folder.glob("*.yaml")) for folder in auto.CONF.iterdir() if folder.is_dir()}
 NOT_ALONE = ("ablation", "experiment", "rates", "rung", "tune")
@@ -64,7 +64,7 @@ def test_model_sizes_are_the_published_ones(model: str, published: float) -> Non
 SAME = [
     "logging=none",
     "output_dir=x",
-    "measure.timeout_s=1.5",
+    "process.timeout_s=1.5",
     "machine.host_bytes=9",
     "machine.checkout=/x",
     "machine.nvme_path=/x",
@@ -120,9 +120,10 @@ def test_comparison_key_spans_systems_of_one_dtype() -> None:
         ("measure.repeat=0", "measure.repeat: got 0, allowed >= 1"),
         ("measure.stop_below=-1", "measure.stop_below: got -1.0, allowed >= 0"),
         ("+system.num_micro_batches=3", "system.num_micro_batches: got 3, allowed a divisor of shape.batch_size (2)"),
-        ("+system.omp_num_threads=-1", "system.omp_num_threads: got -1, allowed >= 0"),
-        ("+system.huge_pages=1", "system.huge_pages: got 1, allowed a value of type bool"),
-        ("+system.numactl=1", "system.numactl: got 1, allowed a value of type str"),
+        ("process.omp_num_threads=-1", "process.omp_num_threads: got -1, allowed >= 0"),
+        ("process.huge_pages=1", "process.huge_pages: got 1, allowed a value of type bool"),
+        ("process.numactl=1", "process.numactl: got 1, allowed a value of type str"),
+        *((f"+{old}=1", f"{old}: got 1, allowed under another name; give {new}") for old, new in MOVED.items()),
         ("machine=null", "machine: got None, allowed a group with fields"),
         ("machine=5", "machine: got 5, allowed a group with fields"),
         ("output_dir=", "output_dir: got '', allowed a path"),
@@ -137,19 +138,19 @@ def test_invalid_values_name_their_path(override: str, message: str) -> None:
 
 
 def test_a_system_may_cut_the_step_and_count_its_threads_by_itself() -> None:
-    cell = composed("shape.batch_size=4", "+system.num_micro_batches=2", "+system.omp_num_threads=3")
-    assert (cell.shape.num_micro_batches, cell.spec().shape.num_micro_batches, cell.omp_num_threads) == (2, 2, 3)
+    cell = composed("shape.batch_size=4", "+system.num_micro_batches=2", "process.omp_num_threads=3")
+    assert (cell.shape.num_micro_batches, cell.spec().shape.num_micro_batches) == (2, 2)
+    assert cell.spec().options["num_threads"] == 3, "the engine's AdamW counts its threads itself"
+    assert "num_threads" not in composed("system=zero3", "process.omp_num_threads=3").spec().options
     assert "num_micro_batches" not in cell.options
     assert comparison_key(cell.config) == comparison_key(composed("shape.batch_size=4").config)  # the same step of the same batch
-    assert environment.cell_variables(3)["OMP_NUM_THREADS"] == "3"
+    assert environment.cell_variables(cell.process)["OMP_NUM_THREADS"] == "3"
 
 
 def test_a_cell_may_ask_for_huge_pages() -> None:
-    cell = composed("+system.huge_pages=true")
-    assert cell.huge_pages
-    assert "huge_pages" not in cell.options
+    cell = composed("process=huge_pages")
     assert cell.hash != composed().hash
-    assert environment.cell_variables(0, True)["THP_MEM_ALLOC_ENABLE"] == "1"
+    assert environment.cell_variables(cell.process)["THP_MEM_ALLOC_ENABLE"] == "1"
     assert "THP_MEM_ALLOC_ENABLE" not in environment.cell_variables()
 
 
@@ -174,7 +175,7 @@ def test_a_machine_says_which_boot_it_is_and_names_no_host(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(
-    "neutral", ["+system.numactl=''", "+system.omp_num_threads=0", "+system.num_micro_batches=0", "+system.huge_pages=false"]
+    "neutral", ["process.numactl=''", "process.omp_num_threads=0", "+system.num_micro_batches=0", "process.huge_pages=false"]
 )
 def test_a_knob_that_changes_nothing_changes_no_hash(neutral: str) -> None:
     assert composed(neutral).hash == composed().hash
@@ -199,7 +200,6 @@ def test_a_path_of_the_machine_reaches_the_one_system_that_asks_for_it_and_no_ro
     cell = composed(f"system={system}", *given)
     paths = {name: value for name, value in cell.spec().options.items() if name in PATHS}
     assert paths == {option: "/clone" if option == "checkout" else "/disk"}
-    assert composed(f"system={system}", f"system.{option}=/own", *given).spec().options[option] == "/own"
     assert composed(f"system={system}").spec().options[option] is None
     assert not set(composed("system=zero3", *given).spec().options) & set(PATHS)
     assert published(cell.config)["machine"] == {"device": "cpu", "host_bytes": None, "device_bytes": None}
@@ -215,7 +215,7 @@ def test_keys_of_two_types_have_a_hash() -> None:
 def test_numactl_is_asked_for_by_its_arguments(monkeypatch: pytest.MonkeyPatch, installed: str | None) -> None:
     monkeypatch.setattr("sweeps.config.shutil.which", lambda name: installed)
     config.require_numactl.cache_clear()
-    override = "+system.numactl='--cpunodebind=0 --preferred=0'"
+    override = "process.numactl='--cpunodebind=0 --preferred=0'"
     if installed:
         tried: list[list[str]] = []
 
@@ -227,9 +227,8 @@ def test_numactl_is_asked_for_by_its_arguments(monkeypatch: pytest.MonkeyPatch, 
         cell = composed(override)
         assert tried == [["numactl", "--cpunodebind=0", "--preferred=0", "true"]]
         with pytest.raises(ValueError, match=r"'--membind=9', allowed what numactl\(8\) takes here \(usage: numactl\); correct it"):
-            composed("+system.numactl='--membind=9'")
-        assert cell.numactl == ("--cpunodebind=0", "--preferred=0")
-        assert "numactl" not in cell.options
+            composed("process.numactl='--membind=9'")
+        assert cell.process.starter == ("numactl", "--cpunodebind=0", "--preferred=0")
         assert cell.hash != composed().hash
     else:
         with pytest.raises(ValueError, match="allowed nothing where numactl is not installed; install it or leave it out"):
@@ -244,9 +243,9 @@ def test_numactl_starts_no_other_command(monkeypatch: pytest.MonkeyPatch, tmp_pa
     numactl.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     config.require_numactl.cache_clear()
-    assert composed("+system.numactl='--cpunodebind=0'").numactl == ("--cpunodebind=0",)
-    with pytest.raises(ValueError, match=r"system\.numactl: got"):
-        composed(f"+system.numactl='{words.replace('PATH', str(tmp_path / 'made'))}'")
+    assert composed("process.numactl='--cpunodebind=0'").process.starter == ("numactl", "--cpunodebind=0")
+    with pytest.raises(ValueError, match=r"process\.numactl: got"):
+        composed(f"process.numactl='{words.replace('PATH', str(tmp_path / 'made'))}'")
     assert not (tmp_path / "made").exists()
 
 
@@ -280,6 +279,6 @@ def test_the_largest_model_that_fits_all_four_systems(
     with initialize_config_dir(str(auto.CONF), version_base="1.3"):
         plain = OmegaConf.to_container(compose("config", ["shape=b32x1024"]), resolve=True)
     asked = OmegaConf.to_container(OmegaConf.load(auto.CONF / "model" / "auto.yaml"))
-    keys = ("seed", "shape", "recipe", "data", "measure", "logging")
+    keys = ("seed", "shape", "recipe", "data", "measure", "process", "logging")
     settings = json.dumps({key: plain[key] for key in keys} | {"machine": machine})
     assert auto._largest(tuple(asked["candidates"]), tuple(asked["systems"]), asked["fallback"], settings) == expected

@@ -98,8 +98,8 @@ def test_the_twinflow_preset_fills_the_device_it_plans_for():
 
 @pytest.mark.parametrize("preset", ["", "_compiled", "_kept"])
 def test_twinflow_copies_the_cpus_updates_through_huge_pages(preset):
-    assert composed(f"system=zero3_twinflow{preset}").huge_pages
-    assert not composed("system=zero3").huge_pages
+    assert composed(f"system=zero3_twinflow{preset}").process.huge_pages
+    assert not composed("system=zero3").process.huge_pages
 
 
 def test_twinflow_moves_optimizer_state_from_host_to_device():
