@@ -38,14 +38,12 @@ T = TypeVar("T")
 class Data:
     """Where the training text comes from (conf/data)."""
 
-    source: str = "stdlib"
     max_bytes: int = 1 << 25
     heldout_fraction: float = 0.02
     digest: str = ""
     """Digest of the bytes, filled in when they are read: another text is another cell."""
 
     def __post_init__(self) -> None:
-        _allow("data.source", self.source, ("stdlib",))
         _at_least("data.max_bytes", self.max_bytes, 1 << 16)
         if not 0 <= self.heldout_fraction < 1:
             raise ValueError(f"data.heldout_fraction: got {self.heldout_fraction}, allowed 0 <= fraction < 1; 0.02 is usual")

@@ -57,7 +57,7 @@ def load(max_bytes: int, heldout_fraction: float, root: Path | None = None) -> C
             break
     del text[max_bytes:]
     if not text:
-        raise ValueError("data.source: got 'stdlib' but found no *.py in the standard library; install Python with its sources")
+        raise ValueError("data: got no *.py in the standard library, allowed its sources; install Python with them")
     whole = torch.frombuffer(text, dtype=torch.uint8)
     split = len(text) - int(len(text) * heldout_fraction)
     return Corpus(train=whole[:split], heldout=whole[split:], digest=hashlib.sha256(text).hexdigest()[:16])

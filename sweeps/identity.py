@@ -35,12 +35,24 @@ MOVED = {
     "system.nvme_path": "machine.nvme_path",
 }
 """Where a field of older rows stands now. A config without `process` is of that age."""
+RIVAL = {"activation_checkpointing": True}
+DEEPSPEED = {**RIVAL, "pin_memory": True}
+STAGE3 = {**DEEPSPEED, "max_reuse_distance": 1_000_000_000}
 RETIRED: Mapping[str, Mapping[str, Any]] = {
-    "megatrain": {"num_threads": 0},
+    "in_memory": RIVAL,
+    "fsdp2": RIVAL,
+    "torchao_offload": RIVAL,
+    "zero2": DEEPSPEED,
+    "zenflow": {**DEEPSPEED, "select_interval": 0},
+    "zero3": STAGE3,
+    "superoffload": STAGE3,
+    "zero_infinity": {**STAGE3, "buffer_count": 12, "io_block_size": 1 << 20, "nvme_path": None},
     "published_megatrain": {"checkout": None},
-    "zero_infinity": {"nvme_path": None},
+    "megatrain": {"num_threads": 0, "poison": False},
 }
-"""What older configs of a system say and today's no longer do: a cell is known by it all the same."""
+"""System -> knobs that no row ever had at another value. They are gone from the config, and a cell is known by
+them all the same."""
+RETIRED_DATA = {"source": "stdlib"}
 
 
 def hashed(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,7 +75,7 @@ def as_first_written(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return config
     moved = {name: value for name, value in config["process"].items() if name in NEUTRAL}
     retired = RETIRED.get(config["system"]["name"], {})
-    return {**config, "system": {**retired, **moved, **config["system"]}}
+    return {**config, "data": {**RETIRED_DATA, **config["data"]}, "system": {**retired, **moved, **config["system"]}}
 
 
 def current(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,10 +89,16 @@ def current(config: Mapping[str, Any]) -> dict[str, Any]:
         value = groups.get(group, {}).pop(name, None)
         if value:
             groups.setdefault(place, {})[field] = value
-    for name, value in RETIRED.get(str(groups.get("system", {}).get("name")), {}).items():
-        if groups["system"].get(name, value) == value:
-            groups["system"].pop(name, None)
+    _drop(groups.get("system", {}), RETIRED.get(str(groups.get("system", {}).get("name")), {}))
+    _drop(groups.get("data", {}), RETIRED_DATA)
     return groups
+
+
+def _drop(group: dict[str, Any], retired: Mapping[str, Any]) -> None:
+    """Take out of the group what it has of the retired fields at their one value."""
+    for name, value in retired.items():
+        if group.get(name, value) == value:
+            group.pop(name, None)
 
 
 def in_force(config: Mapping[str, Any]) -> dict[str, Any]:

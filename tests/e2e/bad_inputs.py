@@ -189,7 +189,7 @@ TABLE = {
         +recipe.nope=1 => recipe.nope: got 1
         recipe.nope=1 => recipe.nope: got '1'
         # the data, the timing, the mirror, the machine
-        data.source=web => data.source: got 'web'
+        data.source=web => data.source: got 'web', an unknown field
         data.max_bytes=0 => data.max_bytes: got 0
         data.max_bytes=lots => data.max_bytes: got 'lots'
         data.heldout_fraction=1 => data.heldout_fraction: got 1
@@ -209,9 +209,7 @@ TABLE = {
         process.timeout_s=1e400 => process.timeout_s: got inf
         process.timeout_s=long => process.timeout_s: got 'long'
         process.timeout_s=null => process.timeout_s: got None
-        measure.stop_below=inf => measure.stop_below: got inf
-        measure.stop_below=-1 => measure.stop_below: got -1
-        measure.stop_below=nan => measure.stop_below: got nan
+        +measure.stop_below=-1 => measure.stop_below: got -1
         measure.repeat=0 => measure.repeat: got 0
         measure.repeat=x => measure.repeat: got 'x'
         measure.repeated=megatrain => measure.repeated: got 'megatrain'
@@ -257,6 +255,9 @@ TABLE = {
         +system.num_threads=4 => system.num_threads: got 4, allowed under another name; give process.omp_num_threads
         measure.timeout_s=60 => measure.timeout_s: got '60', allowed under another name; give process.timeout_s
         +system.nvme_path=7 system=zero_infinity => system.nvme_path: got 7, allowed under another name; give machine.nvme_path
+        # fields that are gone
+        +system.poison=true => system.poison: got True, allowed nothing, for it always was False; leave it out
+        +system.pin_memory=false system=zero3 => system.pin_memory: got False, allowed nothing
         # Hydra's language
         seed=[1 => seed=[1: got an override that Hydra cannot read
         seed=(1 => seed=(1: got an override

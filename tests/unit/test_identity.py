@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 
 from sweeps import auto
 from sweeps.config import cell_from
-from sweeps.identity import digest, hashed
+from sweeps.identity import RETIRED, current, digest, hashed
 from sweeps.result import read_rows
 
 RESULTS = Path(__file__).resolve().parents[2] / "analysis" / "results"
@@ -82,3 +82,17 @@ def test_the_cell_of_every_committed_row_is_recomputed_from_its_config() -> None
     rows = [row for path in sorted(RESULTS.glob("*/*.jsonl")) for row in read_rows(path)]
     assert len(rows) >= 240
     assert [row.cell for row in rows] == [digest(hashed(row.config)) for row in rows]
+
+
+def test_a_row_of_before_reads_as_one_of_today() -> None:
+    """Its fields stand where they stand now, and today's config of the same settings is the same cell."""
+    rows = [row for path in sorted(RESULTS.glob("*/*.jsonl")) for row in read_rows(path)]
+    rows = [row for row in rows if set(RETIRED[row.system]) <= set(row.config["system"])]
+    assert len(rows) >= 230, "a few are older than some of the knobs"
+    for row in rows:
+        read = current(row.config)
+        assert not set(RETIRED[row.system]) & set(read["system"])
+        assert "timeout_s" not in read["measure"]
+        assert read["process"]["timeout_s"] == row.config["measure"]["timeout_s"]
+        assert row.config["system"].get("checkout") or digest(hashed(read)) == row.cell
+        assert cell_from(row.config).hash == row.cell

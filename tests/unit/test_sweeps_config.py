@@ -68,7 +68,7 @@ SAME = [
     "machine.host_bytes=9",
     "machine.checkout=/x",
     "machine.nvme_path=/x",
-    "measure.stop_below=3",
+    "+measure.stop_below=3",
     "measure.repeated=[fsdp2]",
 ]
 
@@ -118,7 +118,7 @@ def test_comparison_key_spans_systems_of_one_dtype() -> None:
         ("+experimnt=quickstart", "experimnt: got 'quickstart', allowed"),
         ("model.config.vocab_size=100", "model.config.vocab_size: got 100, allowed >= 256"),
         ("measure.repeat=0", "measure.repeat: got 0, allowed >= 1"),
-        ("measure.stop_below=-1", "measure.stop_below: got -1.0, allowed >= 0"),
+        ("+measure.stop_below=-1", "measure.stop_below: got -1.0, allowed >= 0"),
         ("+system.num_micro_batches=3", "system.num_micro_batches: got 3, allowed a divisor of shape.batch_size (2)"),
         ("process.omp_num_threads=-1", "process.omp_num_threads: got -1, allowed >= 0"),
         ("process.huge_pages=1", "process.huge_pages: got 1, allowed a value of type bool"),
