@@ -71,7 +71,7 @@ def _where(found: pd.DataFrame, mask: list[bool]) -> pd.DataFrame:
 
 def _paths(found: pd.DataFrame) -> list[str]:
     known = list(map(str, rows.settings(found).columns)) if len(found) else []
-    return [path for path in known if path.startswith(("system.", "recipe."))]
+    return [path for path in known if path.startswith(studies.CHOSEN)]
 
 
 def percent(change: float) -> str:

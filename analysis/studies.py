@@ -14,6 +14,8 @@ from analysis import rows
 
 PATH = Path(__file__).with_name("studies.yaml")
 FIGURES = ("comparison", "lines", "bars", "losses", "none")
+CHOSEN = ("system.", "process.", "recipe.")
+"""Groups of the config that say how a cell was run."""
 COLUMNS = ("num_params", "batch_size", "seq_len", "device_gb")
 """Columns of the frame that x may name beside config paths and `system`."""
 
@@ -109,8 +111,7 @@ def differing(found: pd.DataFrame) -> list[str]:
     """Config paths in which rows of one family differ, and columns in which any do: what a study varied, in order."""
     shapes = [name for name in COLUMNS[:3] if found[name].nunique(dropna=False) > 1]
     paths = rows.settings(found)
-    groups = ("system.", "process.", "recipe.")
-    mine = [str(path) for path in paths if str(path).startswith(groups) or path == "machine.device_bytes"]
+    mine = [str(path) for path in paths if str(path).startswith(CHOSEN) or path == "machine.device_bytes"]
     told = [path for path in mine if path not in ("system.name", "system.preset", "process.timeout_s", "recipe.total_steps")]
     inner = [path for path in told if (paths[path].map(repr).groupby(found["family"]).nunique() > 1).any()]
     if found["model"].nunique() > 1:

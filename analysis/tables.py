@@ -49,7 +49,7 @@ def labels(lines: pd.DataFrame) -> list[str]:
     told = []
     for position, name in enumerate(called):
         alike = lines.iloc[[number for number, other in enumerate(called) if other == name]]
-        apart = [path for path in studies.differing(alike) if path.startswith(("system.", "recipe."))]
+        apart = [path for path in studies.differing(alike) if path.startswith(studies.CHOSEN)]
         mine = rows.settings(lines.iloc[[position]]).iloc[0]
         words = [_setting(path, mine.get(path)) for path in apart]
         words = [word for word in words if word]
