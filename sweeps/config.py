@@ -1,7 +1,7 @@
 """One cell's configuration: the composed Hydra config turned into plain, validated, frozen values.
 
-Invariant: a DictConfig never leaves sweeps, and a cell's hash covers everything that can change its measurement
-and nothing else. What a user mistyped is a ValueError of one line: config path, got, allowed, remedy.
+Invariant: a DictConfig never leaves sweeps, and a cell's identity covers everything that can change its
+measurement and nothing else. What a user mistyped is a ValueError of one line: config path, got, allowed, remedy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,17 @@ import torch
 from baselines.registry import require_known
 from baselines.system import ModelSpec, Shape, SystemSpec
 from engine import Recipe
-from sweeps.identity import IMPLEMENTATION, MOVED, PATHS, RETIRED, current, digest, flat, hashed
+from sweeps.identity import (
+    IMPLEMENTATION,
+    MOVED,
+    PATHS,
+    RETIRED,
+    current,
+    digest,
+    flat,
+    hashed,
+    identity,
+)
 from sweeps.memory import host_bytes
 
 OWN_MICRO_BATCHES = "num_micro_batches"
@@ -171,8 +181,13 @@ class Cell:
 
     @property
     def hash(self) -> str:
-        """Twelve hex digits over what can change the measurement."""
+        """What rows, logs and messages call the cell: twelve hex digits over its settings and their label."""
         return digest(hashed(self.config))
+
+    @property
+    def identity(self) -> str:
+        """What the cell is known by: the same without the label, which changes no measurement."""
+        return identity(self.config)
 
     def spec(self) -> SystemSpec:
         """What the system is built from."""

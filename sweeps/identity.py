@@ -56,7 +56,8 @@ RETIRED_DATA = {"source": "stdlib"}
 
 
 def hashed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a composed config that can change a measurement: what a cell is known by."""
+    """The part of a composed config that a cell is called after: what can change its measurement, and the label
+    of its settings."""
     config = as_first_written(config)
     kept = {name: value for name, value in config.items() if name not in UNHASHED}
     kept["measure"] = {name: value for name, value in config["measure"].items() if name not in UNHASHED_MEASURE}
@@ -82,8 +83,8 @@ def current(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of a row of any age, its fields where they stand now."""
     if "process" in config:
         return dict(config)
-    groups = {name: dict(value) if isinstance(value, Mapping) else value for name, value in config.items()}
-    groups["process"] = {}
+    groups: dict[str, Any] = {"process": {}}
+    groups |= {name: dict(value) if isinstance(value, Mapping) else value for name, value in config.items()}
     for old, new in MOVED.items():
         (group, name), (place, field) = old.split("."), new.split(".")
         value = groups.get(group, {}).pop(name, None)
@@ -114,6 +115,20 @@ def effective(system: Mapping[str, Any]) -> dict[str, Any]:
     rival = system.get("name") != "megatrain"  # and recomputed every layer before it could keep some
     neutral = (*NEUTRAL, "keep_activations") if rival else NEUTRAL
     return {name: value for name, value in system.items() if name != IMPLEMENTATION and (value or name not in neutral)}
+
+
+def identity(config: Mapping[str, Any]) -> str:
+    """Digest of what a measurement depends on. The label of the settings is no part of it: two presets of equal
+    settings are one cell."""
+    known = hashed(config)
+    return digest({**known, "system": {name: value for name, value in known["system"].items() if name != "preset"}})
+
+
+def relabelled(config: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a row with the label of another config of the same identity, or without one."""
+    bare = {name: value for name, value in config.get("system", {}).items() if name != "preset"}
+    word = {name: value for name, value in other["system"].items() if name == "preset"}
+    return {**config, "system": {**bare, **word}}
 
 
 def label(system: Any) -> Any:

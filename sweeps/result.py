@@ -18,7 +18,7 @@ from statistics import fmean
 from types import UnionType
 from typing import Any, BinaryIO, get_args, get_origin, get_type_hints
 
-from sweeps.identity import comparison_key, configuration
+from sweeps.identity import comparison_key, configuration, identity
 
 SCHEMA_VERSION = 1
 BENCH_VERSION = 2
@@ -139,6 +139,11 @@ class Row:
     def measurement(self) -> str:
         """What the repeats of this measurement share; its config is there."""
         return configuration(self.config)
+
+    @cached_property
+    def identity(self) -> str:
+        """What the row's cell is known by; the cell's name where the row has no whole config."""
+        return identity(self.config) if {"system", "measure", "machine"} <= set(self.config) else self.cell
 
     def to_json(self) -> str:
         """One line of strict JSON (NaN and infinities become strings)."""

@@ -25,7 +25,7 @@ from sweeps import auto, ceilings, environment, lock
 from sweeps.check import SURVEY_S, survey
 from sweeps.config import Cell, Machine, cell_from
 from sweeps.data import batches, corpus_of
-from sweeps.identity import hashed, published
+from sweeps.identity import hashed, published, relabelled
 from sweeps.isolate import Event, Outcome, run_isolated
 from sweeps.memory import device_sampler
 from sweeps.places import named
@@ -77,7 +77,7 @@ def rows_of(path: Path) -> list[Row]:
 
 def latest(cell: Cell) -> Row | None:
     """The last row of a cell on this kind of machine."""
-    return next((row for row in reversed(rows_of(cell.rows_path)) if row.cell == cell.hash and _of_here(row, cell)), None)
+    return next((row for row in reversed(rows_of(cell.rows_path)) if row.identity == cell.identity and _of_here(row, cell)), None)
 
 
 def comparable(row: Row, cell: Cell) -> bool:
@@ -118,7 +118,7 @@ def run_cell(cell: Cell, label: str, deadline: float = math.inf) -> Row:
         print(f"{label} {cell.system}: {cell.hash} is being measured by {holder}; waiting for its row", flush=True)
 
     try:
-        with lock.held(cell.output_dir / f".{cell.hash}.lock", deadline, waiting):
+        with lock.held(cell.output_dir / f".{cell.identity}.lock", deadline, waiting):
             return _run_locked(cell, label, deadline)
     except lock.LockTimeoutError:
         raise TimeIsUpError from None
@@ -180,8 +180,9 @@ def _labelled(row: Row, cell: Cell) -> bool:
 
 
 def _relabelled(row: Row, cell: Cell) -> Row:
-    """`row`, of another study in the same folder, written as one of this study; when and how it was measured stays in it."""
-    taken = dataclasses.replace(row, experiment=cell.experiment)
+    """`row`, of another study or preset in the same folder, written as the cell's; when and how it was measured stays in it."""
+    config, preset = relabelled(row.config, cell.config), cell.options.get("preset")
+    taken = dataclasses.replace(row, experiment=cell.experiment, cell=cell.hash, preset=preset, config=config)
     for sink in _records(cell):
         sink.row(taken)
         sink.close()

@@ -130,6 +130,22 @@ def test_studies_in_one_folder_share_their_cells(
     assert len({upload.run_id(row) for row in rows}) == 2, "a run of its own in W&B"
 
 
+def test_two_presets_of_equal_settings_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its row under its own label, and both rows tell of the one measurement."""
+    monkeypatch.setattr(study, "run_isolated", in_this_process)
+    tail = ["model=tiny", *SMALL, f"output_dir={tmp_path}"]
+    rung, preset = cells_of("+ablation=ladder", "+rung=0_paper", *tail)[0], cells_of("system=megatrain_paper", *tail)[0]
+    assert rung.identity == preset.identity != cells_of("+ablation=ladder", "+rung=1_own_slabs", *tail)[0].identity
+    measured = study.run_cell(preset, "[1]")
+    monkeypatch.setattr(study, "run_isolated", None)
+    taken = [study.run_cell(one, "[2]") for one in (rung, rung, preset)]
+    assert [row.started_at for row in taken] == [measured.started_at] * 3
+    rows = study.rows_of(preset.rows_path)
+    assert [(row.cell, row.preset) for row in rows] == [(preset.hash, "paper"), (rung.hash, "0_paper")]
+    assert [row.config["system"]["preset"] for row in rows] == ["paper", "0_paper"]
+    assert len({upload.run_id(row) for row in rows}) == 2, "a run of its own in W&B"
+
+
 @pytest.mark.parametrize("fields", [{"status": "error"}, {"bench_version": 1}])
 def test_a_measurement_taken_over_replaces_what_no_longer_stands(fields: dict[str, Any], tmp_path: Path) -> None:
     tail = ["model=tiny", *SMALL, f"output_dir={tmp_path}"]

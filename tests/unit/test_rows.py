@@ -197,7 +197,7 @@ def test_a_cell_that_another_process_measures_is_waited_for(
     machine = environment.machine(cell.machine, None)
     theirs = study.row_of(cell, Outcome(status="ok", events=[WINDOW]), started_at="theirs", machine=machine)
     monkeypatch.setattr(study, "run_isolated", None)
-    with holding(tmp_path / f".{cell.hash}.lock", cell.rows_path) as holder:
+    with holding(tmp_path / f".{cell.identity}.lock", cell.rows_path) as holder:
         assert holder.stdin is not None
         with pytest.raises(study.TimeIsUpError):
             study.run_cell(cell, "[1/1]", time.monotonic())

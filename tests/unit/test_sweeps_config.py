@@ -78,6 +78,11 @@ def test_hash_ignores(same: str) -> None:
     assert composed(same).hash == composed().hash
 
 
+def test_a_label_changes_no_identity() -> None:
+    assert composed("system.preset=mine").identity == composed().identity != composed("system.depth=3").identity
+    assert composed("system=megatrain_fast").identity == composed("system=megatrain_paper", "+rung=8_fast").identity
+
+
 @pytest.mark.parametrize(
     "other",
     [
