@@ -1,7 +1,8 @@
-"""One cell's configuration: the composed Hydra config turned into plain, validated, frozen values.
+"""One cell's configuration: the composed Hydra config as plain, validated, frozen values.
 
-Invariant: a DictConfig never leaves sweeps, and a cell's identity covers everything that can change its
-measurement and nothing else. What a user mistyped is a ValueError of one line: config path, got, allowed, remedy.
+Invariant: a DictConfig never leaves sweeps, and a cell's identity covers everything that can change
+its measurement and nothing else. What a user mistyped is a ValueError of one line: config path,
+what it got, what is allowed, what to do.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import shutil
 import stat
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,11 +36,20 @@ from sweeps.identity import (
 from sweeps.memory import host_bytes
 
 OWN_MICRO_BATCHES = "num_micro_batches"
-"""Knob that any system's group may add (+system.num_micro_batches=N), for the best value differs from system to
-system: it takes the place of shape.num_micro_batches. 0 leaves that as it is; the system never sees the knob."""
-VALUED = ("--interleave", "--weighted-interleave", "--preferred", "--preferred-many", "--membind", "--cpunodebind", "--physcpubind")
+"""Knob that any system's group may add (+system.num_micro_batches=N): it replaces
+shape.num_micro_batches, for the best value differs from system to system. 0 replaces nothing."""
+VALUED = (
+    "--interleave",
+    "--weighted-interleave",
+    "--preferred",
+    "--preferred-many",
+    "--membind",
+    "--cpunodebind",
+    "--physcpubind",
+)
+"""Options of numactl(8) that bind a process and take a value, which is given as OPTION=NODES."""
 FLAGS = ("--localalloc", "--balancing", "--all")
-"""Options of numactl(8) that bind a process, in the one form that leaves no doubt which words are options."""
+"""Options of numactl(8) that bind a process and take no value."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 T = TypeVar("T")
 
@@ -51,7 +61,7 @@ class Data:
     max_bytes: int = 1 << 25
     heldout_fraction: float = 0.02
     digest: str = ""
-    """Digest of the bytes, filled in when they are read: another text is another cell."""
+    """Digest of the bytes, filled in when they are read. Another text is another cell."""
 
     def __post_init__(self) -> None:
         _at_least("data.max_bytes", self.max_bytes, 1 << 16)
@@ -68,13 +78,14 @@ class Measure:
     steps_per_window: int = 3
     trace: bool = False
     repeat: int = 1
-    """Which repeat of the measurement this is; each is a cell of its own."""
+    """Number of this repeat of the measurement; each repeat is a cell of its own."""
     repeated: Sequence[str] = ()
-    """Files of conf/system that are measured in every repeat; the others only in the first. Empty: all of them."""
+    """Files of conf/system that every repeat measures; the first repeat measures all. Empty: every
+    repeat measures all."""
     stop_below: float = 0.0
-    """Tokens/s; a first window slower than that is the last."""
+    """Tokens/s. Where the first window is slower, it is the last. A search sets this."""
     heldout_tokens: int = 0
-    """Held-out tokens, in sequences of seq_len, on which the trained parameters are evaluated after the measurement; 0: none."""
+    """Held-out tokens on which the trained parameters are evaluated after the measurement."""
 
     def __post_init__(self) -> None:
         _at_least("measure.repeat", self.repeat, 1)
@@ -100,21 +111,21 @@ class Logging:
 
     def __post_init__(self) -> None:
         _allow("logging.wandb", self.wandb, ("offline", "online", "disabled"))
-        if not self.project or len(self.project) > 128 or set(self.project) & set("/\\#?%:"):
+        if not 1 <= len(self.project) <= 128 or set(self.project) & set("/\\#?%:"):
             raise ValueError(f"logging.project: got {self.project!r}, allowed 1 to 128 characters without / \\ # ? % :; correct it")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What to plan with; null asks the machine."""
+    """What to plan with. None asks the machine."""
 
     device: str = "cpu"
     host_bytes: int | None = None
     device_bytes: int | None = None
     checkout: str | None = None
-    """Folder of a clone of the authors' MegaTrain code. Neither this path nor the next is hashed or published."""
+    """Folder of a clone of the authors' MegaTrain code. Neither rows nor hashes have it."""
     nvme_path: str | None = None
-    """Folder on a local disk."""
+    """Folder on a local disk. Neither rows nor hashes have it."""
 
     def __post_init__(self) -> None:
         _allow("machine.device", self.device, ("cpu", "cuda"))
@@ -130,7 +141,7 @@ class Process:
     omp_num_threads: int = 0
     """OMP_NUM_THREADS, and the threads of the engine's AdamW; 0 leaves both to the machine."""
     numactl: str = ""
-    """Arguments of numactl(8), which then starts the process; empty: it is started directly."""
+    """Arguments of numactl(8), which then starts the process; empty starts it directly."""
     huge_pages: bool = False
     """Whether torch asks for transparent huge pages for host memory that is not pinned."""
     timeout_s: float = 900.0
@@ -140,11 +151,11 @@ class Process:
         _at_least("process.omp_num_threads", self.omp_num_threads, 0)
         require_numactl(tuple(self.numactl.split()))
         if not self.timeout_s > 0:
-            raise ValueError(f"process.timeout_s: got {self.timeout_s}, allowed > 0; give the seconds one cell may take")
+            raise ValueError(f"process.timeout_s: got {self.timeout_s}, allowed > 0; give the seconds that one cell may take")
 
     @property
     def starter(self) -> tuple[str, ...]:
-        """The command that starts the process, if it is not started directly."""
+        """The command that starts the process; empty where it is started directly."""
         return ("numactl", *self.numactl.split()) if self.numactl.strip() else ()
 
 
@@ -162,7 +173,7 @@ class Cell:
     implementation: str | None = None
     """MODULE:CLASS of a system that is not built in (system.implementation)."""
     time_limit_s: float | None = None
-    """Seconds that the command which the cell belongs to may take; None is no limit."""
+    """Seconds that the whole command may take; None is no limit."""
     process: Process
     model: ModelSpec
     shape: Shape
@@ -181,7 +192,7 @@ class Cell:
 
     @property
     def hash(self) -> str:
-        """What rows, logs and messages call the cell: twelve hex digits over its settings and their label."""
+        """What rows, logs and messages call the cell: a digest of its settings and their label."""
         return digest(hashed(self.config))
 
     @property
@@ -207,24 +218,17 @@ class Cell:
         """Options that stand in other groups: a path of the machine, the threads of the process."""
         threads = self.process.omp_num_threads
         given = {"num_threads": threads} if threads and self.system == "megatrain" else {}
-        return given | {name: getattr(self.machine, name) or None for name, system in PATHS.items() if system == self.system}
+        paths = [name for name, system in PATHS.items() if system == self.system]
+        return given | {name: getattr(self.machine, name) or None for name in paths}
 
 
 def cell_from(recorded: Mapping[str, Any]) -> Cell:
-    """Validate a plain composed config (device and total_steps already resolved), or that of a row of any age.
+    """The cell of a plain composed config, or of the config of a row of any age.
 
-    ValueError, one line, for what is wrong with it.
+    `recorded` has its device and total_steps settled. ValueError, one line, for what is wrong.
     """
     config = current(recorded)
-    known = {item.name for item in fields(Cell)} - {"dtype", "options", "config", IMPLEMENTATION}
-    require("", config, sorted(known - {"time_limit_s"}))  # a row's config has none
-    for group in config:
-        if group not in known:
-            raise ValueError(f"{group}: got {config[group]!r}, allowed {', '.join(sorted(known))}; remove it or correct its name")
-    for path, value in flat(config):
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{path}: got {value}, allowed a finite number; correct it")
-    require("system.", config["system"], ())
+    _check_groups(config)
     _refuse_old_names(config)
     system = dict(config["system"])
     name, dtype = str(system.pop("name", None)), str(system.pop("dtype", None))
@@ -232,16 +236,9 @@ def cell_from(recorded: Mapping[str, Any]) -> Cell:
     require_known(name, implementation)
     _allow("system.dtype", dtype, tuple(DTYPES))
     num_micro_batches = _count(f"system.{OWN_MICRO_BATCHES}", system.pop(OWN_MICRO_BATCHES, 0))
-    if not isinstance(system.get("preset"), (str, type(None))):
-        raise ValueError(f"system.preset: got {system['preset']!r}, allowed null or text; write '\"{system['preset']}\"'")
-    shape = build_group(Shape, "shape", config)
-    if num_micro_batches:
-        if shape.batch_size % num_micro_batches:
-            raise ValueError(
-                f"system.num_micro_batches: got {num_micro_batches}, allowed a divisor of shape.batch_size ({shape.batch_size}); "
-                "change one of the two"
-            )
-        shape = replace(shape, num_micro_batches=num_micro_batches)
+    preset = system.get("preset")
+    if not isinstance(preset, (str, type(None))):
+        raise ValueError(f"system.preset: got {preset!r}, allowed null or text; write '\"{preset}\"'")
     cell = Cell(
         experiment=_text("experiment", config["experiment"]),
         seed=_seed(config["seed"]),
@@ -253,7 +250,7 @@ def cell_from(recorded: Mapping[str, Any]) -> Cell:
         time_limit_s=_limit("time_limit_s", config.get("time_limit_s")),
         process=build_group(Process, "process", config),
         model=_model(config),
-        shape=shape,
+        shape=_shape(config, num_micro_batches),
         recipe=_recipe(config),
         data=build_group(Data, "data", config),
         measure=build_group(Measure, "measure", config),
@@ -261,24 +258,58 @@ def cell_from(recorded: Mapping[str, Any]) -> Cell:
         machine=build_group(Machine, "machine", config),
         config=recorded,
     )
+    _check_text(cell)
+    return cell
+
+
+def _check_groups(config: Mapping[str, Any]) -> None:
+    """ValueError, one line, for a group that is missing or unknown, or a number that is none."""
+    known = {item.name for item in fields(Cell)} - {"dtype", "options", "config", IMPLEMENTATION}
+    require("", config, sorted(known - {"time_limit_s"}))  # a row's config has no limit
+    for group in config:
+        if group not in known:
+            allowed = ", ".join(sorted(known))
+            raise ValueError(f"{group}: got {config[group]!r}, allowed {allowed}; remove it or correct its name")
+    for path, value in flat(config):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{path}: got {value}, allowed a finite number; correct it")
+    require("system.", config["system"], ())
+
+
+def _check_text(cell: Cell) -> None:
+    """ValueError, one line, where the model cannot take the bytes or the length of the text."""
     longest = cell.model.config.get("max_position_embeddings")
     if isinstance(longest, int) and cell.shape.seq_len > longest:
         raise ValueError(
-            f"shape.seq_len: got {cell.shape.seq_len}, allowed 1 to {longest} (model.config.max_position_embeddings of "
-            f"{cell.model.name}); shorten the sequences or choose a model with a longer context"
+            f"shape.seq_len: got {cell.shape.seq_len}, allowed 1 to {longest} "
+            f"(model.config.max_position_embeddings of {cell.model.name}); "
+            "shorten the sequences or choose a model with a longer context"
         )
     vocab = cell.model.config.get("vocab_size")
     if isinstance(vocab, int) and vocab < 256:
         raise ValueError(f"model.config.vocab_size: got {vocab}, allowed >= 256; the text is bytes, so it needs 256 tokens")
-    return cell
+
+
+def _shape(config: Mapping[str, Any], num_micro_batches: int) -> Shape:
+    """The shape, cut into the micro-batches that its system asks for, if it asks."""
+    shape = build_group(Shape, "shape", config)
+    if not num_micro_batches:
+        return shape
+    if shape.batch_size % num_micro_batches:
+        raise ValueError(
+            f"system.num_micro_batches: got {num_micro_batches}, allowed a divisor of "
+            f"shape.batch_size ({shape.batch_size}); change one of the two"
+        )
+    return replace(shape, num_micro_batches=num_micro_batches)
 
 
 def _refuse_old_names(config: Mapping[str, Any]) -> None:
-    """ValueError, one line, for a field that has another name now, or none."""
+    """ValueError, one line, for a field that has another name now, or is gone."""
     for old, new in MOVED.items():
         group, name = old.split(".")
         if isinstance(config[group], Mapping) and name in config[group]:
-            raise ValueError(f"{old}: got {config[group][name]!r}, allowed under another name; give {new}")
+            got = config[group][name]
+            raise ValueError(f"{old}: got {got!r}, allowed under another name; give {new}")
     for name, value in RETIRED.get(str(config["system"].get("name")), {}).items():
         if name in config["system"]:
             got = config["system"][name]
@@ -291,14 +322,15 @@ def require_numactl(arguments: Sequence[str]) -> None:
     if not arguments:
         return
     got = f"process.numactl: got {' '.join(arguments)!r}"
-    for word in arguments:  # what is no option is a command to numactl, which it would run
+    for word in arguments:  # numactl would run what is no option as a command
         name, _, value = word.partition("=")
         if name not in (VALUED if value else FLAGS):
             allowed = ", ".join([*(f"{option}=NODES" for option in VALUED), *FLAGS])
             raise ValueError(f"{got}, where {word!r} is not allowed, only {allowed}; correct it")
     if shutil.which("numactl") is None:
         raise ValueError(f"{got}, allowed nothing where numactl is not installed; install it or leave it out")
-    done = subprocess.run(["numactl", *arguments, "true"], capture_output=True, text=True, check=False)
+    command = ["numactl", *arguments, "true"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["no word why"])[0]
         raise ValueError(f"{got}, allowed what numactl(8) takes here ({said}); correct it")
@@ -312,7 +344,7 @@ def _text(path: str, value: Any) -> str:
 
 
 def _folder(path: str, value: Any) -> Path:
-    """A folder that is there, or could be as far as its name tells."""
+    """A folder that exists, or that could be made, as far as its name tells."""
     if not isinstance(value, str) or not value:
         raise ValueError(f"{path}: got {value!r}, allowed a path; name a folder")
     try:
@@ -320,15 +352,15 @@ def _folder(path: str, value: Any) -> Path:
     except FileNotFoundError:
         return Path(value)
     except (OSError, ValueError) as error:  # below a file, too long a name, a null byte
-        told = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"{path}: got {value!r} ({told}), allowed a folder that can be made; choose another") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{path}: got {value!r} ({why}), allowed a folder that can be made; choose another") from None
     if not stat.S_ISDIR(kind):
         raise ValueError(f"{path}: got {value!r}, which is no folder, allowed one; choose another")
     return Path(value)
 
 
 def _seed(value: Any) -> int:
-    """What torch takes for a seed and a command line can tell apart."""
+    """A seed that torch takes."""
     seed = _typed("seed", value, int)
     if not 0 <= seed < 1 << 63:
         raise ValueError(f"seed: got {seed}, allowed 0 to 2^63 - 1; correct it")
@@ -336,7 +368,7 @@ def _seed(value: Any) -> int:
 
 
 def _model(config: Mapping[str, Any]) -> ModelSpec:
-    """A named model with a config: without one, the library's default would be trained under the name."""
+    """A model with a name and a config, or the library's default would be trained."""
     spec = build_group(ModelSpec, "model", config)
     _text("model.name", spec.name)
     if not spec.config:
@@ -364,40 +396,66 @@ def _count(path: str, value: Any) -> int:
 
 
 def build_group(kind: type[T], group: str, config: Mapping[str, Any]) -> T:
-    """`kind` from one group: unknown fields and wrong types are named by their config path."""
+    """`kind` from one group. ValueError, one line, for an unknown, missing or mistyped field."""
     require(f"{group}.", config[group], ())
-    values, known = dict(config[group]), {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
+    values = dict(config[group])
+    known = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
     for name, value in values.items():
         if name not in known:
             raise ValueError(f"{group}.{name}: got {value!r}, allowed fields {', '.join(known)}; remove it or correct its name")
-        values[name] = _typed(f"{group}.{name}", value, _TYPES.get(str(known[name].type).split(" |")[0], object))
-    required = [item.name for item in known.values() if item.default is MISSING and item.default_factory is MISSING]
-    require(f"{group}.", values, required)
+        typed = _TYPES.get(str(known[name].type).split(" |")[0], object)
+        values[name] = _typed(f"{group}.{name}", value, typed)
+    require(f"{group}.", values, [name for name, item in known.items() if _is_required(item)])
     return kind(**values)
 
 
+def _is_required(item: Field[Any]) -> bool:
+    return item.default is MISSING and item.default_factory is MISSING
+
+
 def require(prefix: str, config: Mapping[str, Any], names: Sequence[str]) -> None:
-    """ValueError for a group or field that is not there: on the command line only `~name` takes one out, or a group's own value."""
+    """ValueError, one line, for a group or a field that is not there.
+
+    On the command line `~name` takes one out, and so does a value in a group's place.
+    """
     if not isinstance(config, Mapping):
         raise ValueError(f"{prefix.rstrip('.')}: got {config!r}, allowed a group with fields; choose one of its options")
     for name in names:
         if name not in config:
-            raise ValueError(f"{prefix}{name}: got nothing, allowed a value; do not delete it (~{prefix}{name})")
+            path = f"{prefix}{name}"
+            raise ValueError(f"{path}: got nothing, allowed a value; do not delete it (~{path})")
 
 
-_TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool, "Mapping[str, Any]": dict, "Sequence[str]": list}
+_TYPES: dict[str, type] = {
+    "int": int,
+    "float": float,
+    "str": str,
+    "bool": bool,
+    "Mapping[str, Any]": dict,
+    "Sequence[str]": list,
+}
+"""What a field's annotation says -> the type that a value of it must have."""
 
 
 def _typed(path: str, value: Any, kind: type[T]) -> T:
-    """`value` as `kind`: an int passes for a float, None only where the field's own check allows it."""
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        if abs(value) > 1 << 1000:
-            raise ValueError(f"{path}: got an integer of {value.bit_length()} bits, allowed one that a float holds; correct it")
-        return float(value)  # type: ignore[return-value]
-    wrong = kind in _TYPES.values() and (not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)))
-    if wrong and not (value is None and path.startswith("machine.")):
-        raise ValueError(f"{path}: got {value!r}, allowed a value of type {kind.__name__}; correct it")
+    """`value` as `kind`. An integer is a float too; None stands for what only the machine knows."""
+    number = isinstance(value, int) and not isinstance(value, bool)
+    if kind is float and number:
+        return _float(path, value)  # type: ignore[return-value]
+    if value is None and path.startswith("machine."):
+        return value  # type: ignore[return-value]
+    truth_for_number = isinstance(value, bool) and kind is not bool
+    if kind in _TYPES.values() and (truth_for_number or not isinstance(value, kind)):
+        name = kind.__name__
+        raise ValueError(f"{path}: got {value!r}, allowed a value of type {name}; correct it")
     return value  # type: ignore[no-any-return]
+
+
+def _float(path: str, value: int) -> float:
+    if abs(value) > 1 << 1000:
+        bits = value.bit_length()
+        raise ValueError(f"{path}: got an integer of {bits} bits, allowed one that a float holds; correct it")
+    return float(value)
 
 
 def _allow(path: str, got: str, allowed: tuple[str, ...]) -> None:

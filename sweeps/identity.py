@@ -1,6 +1,7 @@
 """What a cell is known by: the part of a composed config that can change a measurement, as a digest.
 
-Invariant: a setting that is as good as not there leaves the digest as it was, so rows from before it existed stay known.
+Invariant: the digests of rows stand. A setting that is as good as not there leaves a digest as it
+was; a field that moved or is gone is hashed as it was first written.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 UNHASHED = ("experiment", "logging", "output_dir", "process", "time_limit_s")
-"""Groups that cannot change a measurement, and `process`, which is hashed where it stood first (MOVED)."""
+"""Groups that cannot change a measurement; and `process`, which is hashed where it stood first."""
 PATHS = {"checkout": "published_megatrain", "nvme_path": "zero_infinity"}
-"""Field of machine that says where something lies on one machine -> the one system that is built with it. No
-row has it."""
+"""Field of machine that says where something lies there -> the one system that is built with it. No
+row has these fields."""
 UNHASHED_MEASURE = ("timeout_s", "repeated", "stop_below", "heldout_tokens")
 KEPT = "kept"
 """Word of the preset of a rival that keeps activations instead of recomputing every layer."""
@@ -50,22 +51,22 @@ RETIRED: Mapping[str, Mapping[str, Any]] = {
     "published_megatrain": {"checkout": None},
     "megatrain": {"num_threads": 0, "poison": False},
 }
-"""System -> knobs that no row ever had at another value. They are gone from the config, and a cell is known by
-them all the same."""
+"""System -> knobs that no row ever had at another value. They are gone from the config, and are hashed
+all the same."""
 RETIRED_DATA = {"source": "stdlib"}
 
 
 def hashed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a composed config that a cell is called after: what can change its measurement, and the label
-    of its settings."""
+    """The part of a config that a cell is called after: its settings and their label."""
     config = as_first_written(config)
     kept = {name: value for name, value in config.items() if name not in UNHASHED}
-    kept["measure"] = {name: value for name, value in config["measure"].items() if name not in UNHASHED_MEASURE}
+    measure = config["measure"].items()
+    kept["measure"] = {name: value for name, value in measure if name not in UNHASHED_MEASURE}
     if kept["measure"].get("repeat") == 1:  # the cell as it was before there were repeats
         del kept["measure"]["repeat"]
     kept["system"] = effective(config["system"])
     kept["machine"] = {"device": config["machine"]["device"]}
-    if config["machine"].get("device_bytes") is not None:  # a cap binds, and placement fills what it leaves
+    if config["machine"].get("device_bytes") is not None:  # placement fills what the cap leaves
         kept["machine"]["device_bytes"] = config["machine"]["device_bytes"]
     return kept
 
@@ -76,7 +77,8 @@ def as_first_written(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return config
     moved = {name: value for name, value in config["process"].items() if name in NEUTRAL}
     retired = RETIRED.get(config["system"]["name"], {})
-    return {**config, "data": {**RETIRED_DATA, **config["data"]}, "system": {**retired, **moved, **config["system"]}}
+    data, system = {**RETIRED_DATA, **config["data"]}, {**retired, **moved, **config["system"]}
+    return {**config, "data": data, "system": system}
 
 
 def current(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,10 +120,10 @@ def effective(system: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def identity(config: Mapping[str, Any]) -> str:
-    """Digest of what a measurement depends on. The label of the settings is no part of it: two presets of equal
-    settings are one cell."""
+    """Digest of what a measurement depends on: two presets of equal settings are one cell."""
     known = hashed(config)
-    return digest({**known, "system": {name: value for name, value in known["system"].items() if name != "preset"}})
+    unlabelled = {name: value for name, value in known["system"].items() if name != "preset"}
+    return digest({**known, "system": unlabelled})
 
 
 def relabelled(config: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,11 +134,13 @@ def relabelled(config: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str,
 
 
 def label(system: Any) -> Any:
-    """A system's settings whose `preset` says, after its own word, whether a rival keeps activations.
+    """A system's settings, in whose `preset` a rival that keeps activations says so.
 
     Settings that are no mapping, or whose preset is no text, are left for the check that follows.
     """
-    if not isinstance(system, Mapping) or system.get("name") == "megatrain" or not system.get("keep_activations"):
+    if not isinstance(system, Mapping) or system.get("name") == "megatrain":
+        return system
+    if not system.get("keep_activations"):
         return system
     preset = system.get("preset") or ""
     if not isinstance(preset, str) or KEPT in preset.split():
@@ -145,7 +149,7 @@ def label(system: Any) -> Any:
 
 
 def published(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config as its row has it: of where things lie on this machine, the output folder's own name alone."""
+    """The config as its row has it: without this machine's paths, but for the output folder's name."""
     kept = {name: value for name, value in config.items() if name != "time_limit_s"}
     kept["output_dir"] = Path(config["output_dir"]).name
     kept["machine"] = {name: value for name, value in config["machine"].items() if name not in PATHS}
@@ -163,12 +167,12 @@ def file_id(path: Path) -> str:
 
 
 def configuration(config: Mapping[str, Any]) -> str:
-    """Digest of what the repeats of one measurement share: all that a cell is known by but the number of the repeat."""
+    """Digest of what the repeats of one measurement share: all but the number of the repeat."""
     return digest(hashed({**config, "measure": {**config["measure"], "repeat": 1}}))
 
 
 def comparison_key(config: Mapping[str, Any]) -> str:
-    """Digest of what two cells must share for their losses to be comparable: all but the system's own knobs and the timing."""
+    """Digest of what two cells share whose losses are comparable: not the knobs, not the timing."""
     shared = {name: value for name, value in hashed(config).items() if name not in ("system", "measure")}
     return digest({**shared, "machine": {"device": config["machine"]["device"]}, "dtype": config["system"]["dtype"]})
 
@@ -183,7 +187,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _keyed(value: Any) -> Any:
-    """The same with text for keys, as JSON has them: keys of two types cannot be sorted."""
+    """The same with text for keys, as in JSON: keys of two types cannot be sorted."""
     if isinstance(value, Mapping):
         return {str(key): _keyed(item) for key, item in value.items()}
     return [_keyed(item) for item in value] if isinstance(value, list) else value
