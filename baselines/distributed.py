@@ -1,7 +1,8 @@
 """One process group of one process, shared by the systems that insist on having one.
 
-Invariant: the group that `acquire` started is destroyed by the last `release`; one started by others is left alone. It
-needs no port, and nothing of it listens where another machine could connect.
+Invariant: the group that `acquire` started is destroyed by the last `release`; one started by
+others is left alone. It needs no port, and nothing of it listens where another machine could
+connect.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ _before: dict[str, str | None] = {}
 
 
 def acquire(backend: str) -> None:
-    """Join the running process group, or start one of this process alone (`backend` as torch names it).
+    """Join the running process group, or start one of this process alone (`backend` as torch names
+    it).
 
-    Its store is this process's own memory: torch's TCPStore listens on every interface. Gloo and NCCL listen too, on the
-    interface that they are told.
+    Its store is this process's own memory: torch's TCPStore listens on every interface. Gloo and
+    NCCL listen too, on the interface that they are told.
     """
     global _users, _ours
     if not dist.is_initialized():
@@ -44,8 +46,11 @@ def acquire(backend: str) -> None:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
         _users, _ours = 0, True
-    # DeepSpeed and FSDP2 call collectives that torch 2.13 renamed: a warning a call, inside the measured step.
-    warnings.filterwarnings("ignore", message=r".*torch\.distributed\..* is deprecated", category=FutureWarning)
+    # DeepSpeed and FSDP2 call collectives that torch 2.13 renamed: a warning a call, inside the
+    # measured step.
+    warnings.filterwarnings(
+        "ignore", message=r".*torch\.distributed\..* is deprecated", category=FutureWarning
+    )
     _users += 1
 
 
@@ -57,8 +62,10 @@ def release() -> None:
         return
     _ours = False
     deepspeed_comm: Any = sys.modules.get("deepspeed.comm.comm")
-    if deepspeed_comm is not None and deepspeed_comm.cdb is not None and deepspeed_comm.cdb.is_initialized():
-        # DeepSpeed keeps the group in module globals; a second engine in this process would use the dead one.
+    group = getattr(deepspeed_comm, "cdb", None)
+    if group is not None and group.is_initialized():
+        # DeepSpeed keeps the group in module globals; a second engine in this process would use the
+        # dead one.
         deepspeed_comm.destroy_process_group()
         deepspeed_comm.cdb = None
     if dist.is_initialized():

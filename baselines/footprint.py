@@ -1,13 +1,16 @@
-"""Closed-form bytes that every baseline shares: activations, logits, the workspace of the libraries below, and pinned host blocks.
+"""Closed-form bytes that every baseline shares: activations, logits, the workspace of the libraries
+below, and pinned host blocks.
 
-Invariant: on the device an upper estimate, for phases are added that need not coincide; on the host what the systems allocate
-(tests/unit/test_host_plans.py holds both to rows of an H200); nothing here allocates.
+Invariant: on the device an upper estimate, for phases are added that need not coincide; on the host
+what the systems allocate (tests/unit/test_host_plans.py holds both to rows of an H200); nothing
+here allocates.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import warnings
 from collections import Counter
 from collections.abc import Mapping
@@ -18,7 +21,15 @@ import torch
 from baselines.model import build_skeleton, config_of
 from baselines.options import AS_MANY_AS_FIT, CommonOptions
 from baselines.system import ModelSpec, SystemSpec
-from engine import HOST_OVERHEAD, USABLE_DEVICE, Plan, Widths, layer_activation_bytes, logits_bytes, pinned_rounding
+from engine import (
+    HOST_OVERHEAD,
+    USABLE_DEVICE,
+    Plan,
+    Widths,
+    layer_activation_bytes,
+    logits_bytes,
+    pinned_rounding,
+)
 
 CUDA_WORKSPACE_BYTES = 1 << 30
 """cuBLAS and cuDNN workspaces and the allocator's fragments."""
@@ -28,22 +39,25 @@ def activation_bytes(spec: SystemSpec, options: CommonOptions) -> dict[str, int]
     """`checkpoints` and `activations` of one micro-batch, by kind.
 
     checkpoints: the input of every recomputed layer, the decoder's output and its gradient.
-    activations: what the graph of every kept layer holds, and beside it one chunk's logits or the temporaries of one layer's
-    backward, whichever are larger, for they are never alive together; or, where that is more, one recomputed layer's graph, made
-    when those are gone. The formulas are the engine's, so that plans differ by schedule alone. Eager attention adds its scores,
-    in the compute dtype before and after, and their fp32 softmax.
+    activations: what the graph of every kept layer holds, and beside it one chunk's logits or the
+    temporaries of one layer's backward, whichever are larger, for they are never alive together;
+    or, where that is more, one recomputed layer's graph, made when those are gone. The formulas are
+    the engine's, so that plans differ by schedule alone. Eager attention adds its scores, in the
+    compute dtype before and after, and their fp32 softmax.
     """
     config = config_of(spec.model)
     itemsize = spec.dtype.itemsize
     tokens = spec.shape.micro_batch_size * spec.shape.seq_len
-    kept, graph = (
-        layer_activation_bytes(Widths.of(config), tokens, itemsize, backward=backward, compiled=options.compile)
-        for backward in (False, True)
+    layer = functools.partial(
+        layer_activation_bytes, Widths.of(config), tokens, itemsize, compiled=options.compile
     )
-    temporaries = graph - kept
+    kept = layer(backward=False)
+    temporaries = layer(backward=True) - kept
     if spec.model.attn_implementation == "eager":
         kept += tokens * spec.shape.seq_len * Widths.of(config).heads * (2 * itemsize + 4)
-    logits = logits_bytes(config.vocab_size, min(options.loss_chunk, tokens), itemsize, compiled=options.compile)
+    logits = logits_bytes(
+        config.vocab_size, min(options.loss_chunk, tokens), itemsize, compiled=options.compile
+    )
     hidden = tokens * config.hidden_size * itemsize
     num_layers: int = config.num_hidden_layers
     num_kept = options.num_kept(num_layers)
@@ -54,17 +68,19 @@ def activation_bytes(spec: SystemSpec, options: CommonOptions) -> dict[str, int]
 
 
 def usable_bytes(spec: SystemSpec) -> int:
-    """Device bytes that a plan may fill where a system chooses what to put there; the CPU has none."""
+    """Device bytes that a plan may fill where a system chooses what to put there; the CPU has
+    none."""
     if spec.device.type != "cuda":
         return 0
     return int(USABLE_DEVICE * (spec.device_memory or int(torch.cuda.mem_get_info(spec.device)[1])))
 
 
 def choose_kept_layers(system: Any) -> None:
-    """Make keep_activations=-1 of a system with `CommonOptions` the largest number whose plan has room on the device, 0 on the CPU.
+    """Make keep_activations=-1 of a system with `CommonOptions` the largest number whose plan has
+    room on the device, 0 on the CPU.
 
-    `system.placement` has the number then. What the constructor chose comes first. ValueError, in one line, for more layers than
-    the model has. Warns where every layer is kept already.
+    `system.placement` has the number then. What the constructor chose comes first. ValueError, in
+    one line, for more layers than the model has. Warns where every layer is kept already.
     """
     options = getattr(system, "options", None)
     if not isinstance(options, CommonOptions):
@@ -73,13 +89,13 @@ def choose_kept_layers(system: Any) -> None:
     num_layers: int = config_of(spec.model).num_hidden_layers
     if options.keep_activations > num_layers:
         raise ValueError(
-            f"system.keep_activations: got {options.keep_activations}, allowed {AS_MANY_AS_FIT} to {num_layers}, the layers of "
-            f"{spec.model.name}; choose one of these"
+            f"system.keep_activations: got {options.keep_activations}, allowed {AS_MANY_AS_FIT} to "
+            f"{num_layers}, the layers of {spec.model.name}; choose one of these"
         )
     if options.keep_activations and not options.activation_checkpointing:
         warnings.warn(
-            f"system.keep_activations: got {options.keep_activations}, which has no effect where system.activation_checkpointing "
-            "is false and every layer is kept; remove one of them",
+            f"system.keep_activations: got {options.keep_activations}, which has no effect where "
+            "system.activation_checkpointing is false and every layer is kept; remove one of them",
             stacklevel=3,
         )
     if options.keep_activations != AS_MANY_AS_FIT:
@@ -103,10 +119,12 @@ def plan_on(device: torch.device, on_device: Mapping[str, int], on_host: Mapping
 
 
 class PinnedBlocks:
-    """What torch's pinned allocator holds: blocks of a power of two, kept when freed, for requests of their own size alone.
+    """What torch's pinned allocator holds: blocks of a power of two, kept when freed, for requests
+    of their own size alone.
 
-    Source: allocate and get_free_block of ATen/core/CachingHostAllocator.h, torch 2.13. Shared memory that was observed under 2.11
-    is within 60 MB of it at 3B and 7B (FSDP2) and within 24 MB at 0.5B to 14B (ZeRO-3).
+    Source: allocate and get_free_block of ATen/core/CachingHostAllocator.h, torch 2.13. Shared
+    memory that was observed under 2.11 is within 60 MB of it at 3B and 7B (FSDP2) and within 24 MB
+    at 0.5B to 14B (ZeRO-3).
     """
 
     def __init__(self) -> None:
@@ -127,7 +145,8 @@ class PinnedBlocks:
 
 
 def process_bytes(device: torch.device, num_processes: int = 1) -> int:
-    """Host bytes of processes with torch and a CUDA context, before any model; not counted on the CPU."""
+    """Host bytes of processes with torch and a CUDA context, before any model; not counted on the
+    CPU."""
     return num_processes * HOST_OVERHEAD if device.type == "cuda" else 0
 
 

@@ -1,7 +1,8 @@
 """Fsdp2: torch's own sharding (`fully_shard`) with CPU offload, in one process.
 
-Invariant: fp32 parameters live on the host and are the master; the mathematics is the recipe's; every
-micro-batch's gradients go to the host unless `accumulate_on_device` says that the device has room for all of them.
+Invariant: fp32 parameters live on the host and are the master; the mathematics is the recipe's;
+every micro-batch's gradients go to the host unless `accumulate_on_device` says that the device has
+room for all of them.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ class Fsdp2Options(CommonOptions):
     """Options of `Fsdp2`."""
 
     accumulate_on_device: bool = False
-    """Keep the gradients on the device, 4 bytes per parameter, until the last micro-batch; no effect with one."""
+    """Keep the gradients on the device, 4 bytes per parameter, until the last micro-batch; no
+    effect with one."""
     reshard_after_forward: bool = True
-    """Free a layer's gathered weights after its forward, to gather them again for its backward; false keeps all until then."""
+    """Free a layer's gathered weights after its forward, to gather them again for its backward;
+    false keeps all until then."""
 
 
 class Fsdp2(TorchRival):
@@ -45,18 +48,22 @@ class Fsdp2(TorchRival):
         self._clip_s = 0.0
 
     def plan(self) -> Plan:
-        """Closed-form bytes; on the host 20 to 24 a parameter at 3B, 7B and 14B, within 1% of the rows of 3B and 7B.
+        """Closed-form bytes; on the host 20 to 24 a parameter at 3B, 7B and 14B, within 1% of the
+        rows of 3B and 7B.
 
-        Each fp32 parameter is a pinned block (init of _fsdp_param.py), and each gradient, made in the backward and back in torch's
-        cache by the next one (foreach_reduce of _fsdp_collectives.py): up to the next power of two. Moments are pageable.
+        Each fp32 parameter is a pinned block (init of _fsdp_param.py), and each gradient, made in
+        the backward and back in torch's cache by the next one (foreach_reduce of
+        _fsdp_collectives.py): up to the next power of two. Moments are pageable.
         """
         count, itemsize = count_params(self.spec.model), self.spec.dtype.itemsize
         layer, outer = count.largest_layer, count.outer
         waits = self.options.accumulate_on_device and self.spec.shape.num_micro_batches > 1
         summed = 4 * count.total if waits else 0
-        # A layer's backward: the root's parameters and two layers' (one computes, one is gathered, whose fp32 copy is on its way)
-        # or all, the root's gradients and a layer's, those in fp32 too, before and after their reduction.
-        gathered = itemsize * (outer + (2 * layer if self.options.reshard_after_forward else count.in_layers))
+        # A layer's backward: the root's parameters and two layers' (one computes, one is gathered,
+        # whose fp32 copy is on its way) or all, the root's gradients and a layer's, those in fp32
+        # too, before and after their reduction.
+        in_layers = 2 * layer if self.options.reshard_after_forward else count.in_layers
+        gathered = itemsize * (outer + in_layers)
         gradients = itemsize * outer + (itemsize + 8) * layer
         backward = {"weights": gathered + (itemsize + 4) * layer, "gradients": summed + gradients}
         backward |= footprint.activation_bytes(self.spec, self.options)
@@ -68,13 +75,16 @@ class Fsdp2(TorchRival):
             "master": 4 * count.total,
             "moments": 8 * count.total,
             "gradients": 4 * count.total,
-            "staging": 2 * sum(pinned_rounding(4 * size) for size in sizes) if self.spec.device.type == "cuda" else 0,
+            "staging": 2 * sum(pinned_rounding(4 * size) for size in sizes)
+            if self.spec.device.type == "cuda"
+            else 0,
             "other": footprint.process_bytes(self.spec.device),
         }
         return footprint.plan_on(self.spec.device, device, host)
 
     def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Build the fp32 module on the host, shard each decoder layer and the rest, and make the optimizer."""
+        """Build the fp32 module on the host, shard each decoder layer and the rest, and make the
+        optimizer."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -93,15 +103,18 @@ class Fsdp2(TorchRival):
         )
         for layer in decoder_layers(model):
             shard(layer, reshard_after_forward=self.options.reshard_after_forward)
-        # The wrapper is the root: it calls the decoder and the head itself, so the head's unsharding
-        # hangs on its forward.
+        # The wrapper is the root: it calls the decoder and the head itself, so the head's
+        # unsharding hangs on its forward.
         shard(self.loss)
         # fully_shard made new Parameter objects: ask again, in the same order.
         self._named = dict(zip(names, model.parameters(), strict=True))
-        self._optimizer = torch.optim.AdamW(self._named.values(), **adamw_settings(spec.recipe), fused=True)
+        self._optimizer = torch.optim.AdamW(
+            self._named.values(), **adamw_settings(spec.recipe), fused=True
+        )
 
     def train_step(self, batch: Batch) -> torch.Tensor:
-        """One optimizer step; clipping on the host waits for the gradients, so the loss is looked at there too."""
+        """One optimizer step; clipping on the host waits for the gradients, so the loss is looked
+        at there too."""
         assert self.loss is not None, "setup comes first"
         total = torch.zeros((), dtype=torch.float32, device=self.spec.device)
         num_tokens = batch.num_tokens
@@ -137,7 +150,8 @@ class Fsdp2(TorchRival):
                 gradient.mul_(scale)
 
     def counters(self) -> dict[str, float]:
-        """optimizer_s: seconds of clipping (clip_s) and AdamW on the host; nothing overlaps them."""
+        """optimizer_s: seconds of clipping (clip_s) and AdamW on the host; nothing overlaps
+        them."""
         return {**super().counters(), "clip_s": self._clip_s}
 
     def _held(self) -> Iterator[tuple[str, torch.Tensor, Mapping[str, torch.Tensor]]]:
@@ -150,7 +164,8 @@ class Fsdp2(TorchRival):
             master, moments = held[name]
             _local(param).copy_(master)
             self._optimizer.state[param] = {
-                key: value.clone() if key == "step" else _like(param, value) for key, value in moments.items()
+                key: value.clone() if key == "step" else _like(param, value)
+                for key, value in moments.items()
             }
 
     def close(self) -> None:
@@ -171,4 +186,6 @@ def _like(param: Any, value: torch.Tensor) -> torch.Tensor:
     """A copy of the plain tensor `value`, placed as the DTensor `param` is."""
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(value.clone(), param.device_mesh, param.placements, shape=param.shape, stride=param.stride())
+    return DTensor.from_local(
+        value.clone(), param.device_mesh, param.placements, shape=param.shape, stride=param.stride()
+    )

@@ -2,8 +2,9 @@
 
 It is the reference for numerics, and the rival that no link slows down.
 
-Invariant: the step is AdamW on an fp32 master with gradients accumulated and clipped in fp32, written in the
-fewest lines; a step whose loss or gradient norm is not finite leaves every parameter as it was.
+Invariant: the step is AdamW on an fp32 master with gradients accumulated and clipped in fp32,
+written in the fewest lines; a step whose loss or gradient norm is not finite leaves every parameter
+as it was.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class InMemory(TorchRival):
         self.loss: CausalLMLoss | None = None
 
     def plan(self) -> Plan:
-        """Closed-form bytes: 18 per parameter with a bf16 module, 16 in fp32, and the activations."""
+        """Closed-form bytes: 18 per parameter with a bf16 module, 16 in fp32, and the
+        activations."""
         count = count_params(self.spec.model)
         mixed = self.spec.dtype != torch.float32
         device = {
@@ -52,7 +54,8 @@ class InMemory(TorchRival):
         self._masters = self._params
         if spec.dtype != torch.float32:
             self._masters = {
-                name: param.detach().float().requires_grad_(param.requires_grad) for name, param in self._params.items()
+                name: param.detach().float().requires_grad_(param.requires_grad)
+                for name, param in self._params.items()
             }
             for name, param in model.named_parameters():
                 if param.requires_grad:
@@ -66,10 +69,14 @@ class InMemory(TorchRival):
         )
         self._flag = FiniteFlag(spec.device)
 
-    def _accumulate_into(self, master: torch.Tensor, total: torch.Tensor) -> Callable[[torch.Tensor], None]:
-        """A hook that adds a bf16 gradient to its fp32 total and frees it at once, so they are never all alive.
+    def _accumulate_into(
+        self, master: torch.Tensor, total: torch.Tensor
+    ) -> Callable[[torch.Tensor], None]:
+        """A hook that adds a bf16 gradient to its fp32 total and frees it at once, so they are
+        never all alive.
 
-        The total is the master's gradient in the steps in which one comes: AdamW skips a parameter without.
+        The total is the master's gradient in the steps in which one comes: AdamW skips a parameter
+        without.
         """
 
         def hook(param: torch.Tensor) -> None:
@@ -92,19 +99,25 @@ class InMemory(TorchRival):
             loss = self.loss(tokens, labels, mask, num_tokens)
             loss.backward()
             total += loss.detach()
-        # The verdict on the step before: it is long finished, so the device has work while the host looks.
+        # The verdict on the step before: it is long finished, so the device has work while the host
+        # looks.
         self._raise_if_bad()
         self._update(total)
         return total
 
     @torch.no_grad()
     def _update(self, loss: torch.Tensor) -> None:
-        """Clip (scale = min(1, clip_norm / (norm + 1e-6)), as torch does), AdamW on the master, bf16 weights from it."""
+        """Clip as torch does, update the master by AdamW, round the weights from it.
+
+        Clipping scales by min(1, clip_norm / (norm + 1e-6)).
+        """
         recipe, masters = self.spec.recipe, list(self._masters.values())
         grads = [master.grad for master in masters if master.grad is not None]
         # One kernel for all parameters; on the CPU it would sum a large one in a few fp32 lanes.
-        on_cpu = self.spec.device.type == "cpu"
-        norm = norm_of(grads) if on_cpu else torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+        if self.spec.device.type == "cpu":
+            norm = norm_of(grads)
+        else:
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
         if recipe.clip_norm > 0:
             torch._foreach_mul_(grads, torch.clamp(recipe.clip_norm / (norm + 1e-6), max=1.0))
         not_finite = 1.0 - torch.isfinite(norm + loss).float()
@@ -144,7 +157,9 @@ class InMemory(TorchRival):
             own.copy_(master)
             self._params[name].copy_(master)
             if moments:  # none before the first step, nor of a frozen parameter
-                self._optimizer.state[own] = {key: value.to(own.device, copy=True) for key, value in moments.items()}
+                self._optimizer.state[own] = {
+                    key: value.to(own.device, copy=True) for key, value in moments.items()
+                }
 
     def close(self) -> None:
         """Free the device's memory; idempotent."""

@@ -1,15 +1,19 @@
-"""The training loss of every baseline: next-token cross entropy, its head taken in chunks of tokens.
+"""The training loss of every baseline: next-token cross entropy, its head taken in chunks of
+tokens.
 
-Invariant: no more than one chunk's logits are alive at a time, in the forward and in the backward, and the value
-is that of the library's own `logits` (scales and soft caps included), for the library's own code computes each chunk.
+Invariant: no more than one chunk's logits are alive at a time, in the forward and in the backward,
+and the value is that of the library's own `logits` (scales and soft caps included), for the
+library's own code computes each chunk.
 
-The first decoder layers are recomputed in the backward, the last `keep_activations` are not: a layer is, or is not, on its own.
+The first decoder layers are recomputed in the backward, the last `keep_activations` are not: a
+layer is, or is not, on its own.
 
-Compiled, every decoder layer's `forward` is one graph (a layer that breaks it is an error, never quietly eager), with its
-recomputation inside, where what no gradient needs is not computed again. A kept layer's graph is partitioned as the engine's, so
-that both keep the same tensors: activations, and parameters as the very parameters, never a view that would outlive their release.
-The hooks of FSDP2 and DeepSpeed hang on the layer's call and stay outside. Of the head, cross entropy alone is compiled: its
-weight's hooks hang on modules inside.
+Compiled, every decoder layer's `forward` is one graph (a layer that breaks it is an error, never
+quietly eager), with its recomputation inside, where what no gradient needs is not computed again. A
+kept layer's graph is partitioned as the engine's, so that both keep the same tensors: activations,
+and parameters as the very parameters, never a view that would outlive their release. The hooks of
+FSDP2 and DeepSpeed hang on the layer's call and stay outside. Of the head, cross entropy alone is
+compiled: its weight's hooks hang on modules inside.
 """
 
 from __future__ import annotations
@@ -55,7 +59,8 @@ class _GivenHidden(nn.Module):
 def _decoder_path(model: nn.Module) -> str:
     """Name of the module that runs from the tokens to the hidden states that the head is given.
 
-    The base model, or the decoder in it where that is half of an encoder and decoder, as of OPT and Whisper.
+    The base model, or the decoder in it where that is half of an encoder and decoder, as of OPT and
+    Whisper.
     """
     path, _ = find_decoder(model)
     prefix: Any = model.base_model_prefix
@@ -64,7 +69,8 @@ def _decoder_path(model: nn.Module) -> str:
 
 
 def _without_hooks(module: nn.Module) -> nn.Module:
-    """A shallow copy whose submodules are the very same; the hooks are for the module's own call."""
+    """A shallow copy whose submodules are the very same; the hooks are for the module's own
+    call."""
     bare = copy.copy(module)
     for attribute, value in vars(nn.Module()).items():
         if "_hooks" in attribute:
@@ -74,7 +80,8 @@ def _without_hooks(module: nn.Module) -> nn.Module:
 
 
 def _tail_of(model: nn.Module) -> nn.Module:
-    """The causal LM without its decoder: the library's code from the last hidden state to the logits.
+    """The causal LM without its decoder: the library's code from the last hidden state to the
+    logits.
 
     The head stays the very module that DeepSpeed or FSDP put its hooks on.
     """
@@ -89,13 +96,16 @@ def _tail_of(model: nn.Module) -> nn.Module:
 
 
 def _checkpoint_layers(model: Any, kept: Sequence[Any]) -> None:
-    """Recompute each decoder layer but those `kept` in the backward. transformers renamed the method after 5.17."""
+    """Recompute each decoder layer but those `kept` in the backward. transformers renamed the
+    method after 5.17."""
     if not getattr(model, "supports_gradient_checkpointing", True):
         if not all(hasattr(layer, "gradient_checkpointing") for layer in decoder_layers(model)):
             raise Unsupported(
-                f"transformers cannot recompute the layers of {type(model).__name__}; set system.activation_checkpointing=false"
+                f"transformers cannot recompute the layers of {type(model).__name__}; set "
+                "system.activation_checkpointing=false"
             )
-        model.supports_gradient_checkpointing = True  # JetMoe's layers can, whatever their model says
+        # JetMoe's layers can, whatever their model says.
+        model.supports_gradient_checkpointing = True
     enable = getattr(model, "activation_checkpointing_enable", None)
     if enable is None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -120,7 +130,8 @@ def _kept(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _compile_layers(recomputed: Sequence[nn.Module], kept: Sequence[nn.Module]) -> None:
-    """Compile what each decoder layer's call runs between its hooks; layers of one configuration and kind share the graph."""
+    """Compile what each decoder layer's call runs between its hooks; layers of one configuration
+    and kind share the graph."""
     compiled = functools.partial(torch.compile, dynamic=False, fullgraph=True)
     for layer in recomputed:
         layer.__dict__["forward"] = compiled(functools.partial(_recomputed, layer.forward))
@@ -134,7 +145,8 @@ def _summed_cross_entropy(logits: torch.Tensor, target: torch.Tensor) -> torch.T
 
 
 class CausalLMLoss(nn.Module):
-    """A causal LM of transformers as one module from tokens to the loss; the model is the submodule `model`."""
+    """A causal LM of transformers as one module from tokens to the loss; the model is the submodule
+    `model`."""
 
     def __init__(
         self,
@@ -164,25 +176,34 @@ class CausalLMLoss(nn.Module):
             _checkpoint_layers(model, kept)
 
     def forward(
-        self, tokens: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor | None, num_tokens: int | torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        labels: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        num_tokens: int | torch.Tensor,
     ) -> torch.Tensor:
         """Sum of the label tokens' cross entropies over `num_tokens`: 0-dim fp32.
 
-        tokens, labels and attention_mask are int64 [batch, seq_len]; labels are already shifted, -100 is ignored.
-        num_tokens counts the label tokens of the whole optimizer step, so micro-batches add up.
+        tokens, labels and attention_mask are int64 [batch, seq_len]; labels are already shifted,
+        -100 is ignored. num_tokens counts the label tokens of the whole optimizer step, so
+        micro-batches add up.
         """
         decoder = self.__dict__["_decoder"]
-        hidden = decoder(input_ids=tokens, attention_mask=attention_mask, use_cache=False).last_hidden_state
+        output = decoder(input_ids=tokens, attention_mask=attention_mask, use_cache=False)
+        hidden: torch.Tensor = output.last_hidden_state
         rows, targets = hidden.flatten(0, 1), labels.flatten()
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         chunks = (torch.split(part, self.loss_chunk) for part in (rows, targets))
         for chunk, target in zip(*chunks, strict=True):
             # The chunk's logits die with this call and are computed again in its backward.
-            total = total + checkpoint(self._chunk_loss, chunk, target, use_reentrant=False, preserve_rng_state=False)
+            total = total + checkpoint(
+                self._chunk_loss, chunk, target, use_reentrant=False, preserve_rng_state=False
+            )
         return total / num_tokens
 
     def _chunk_loss(self, chunk: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return self._summed(self.__dict__["_tail"](inputs_embeds=chunk[None], use_cache=False).logits[0], target)
+        output = self.__dict__["_tail"](inputs_embeds=chunk[None], use_cache=False)
+        return self._summed(output.logits[0], target)
 
 
 def loss_of(model: nn.Module, options: CommonOptions) -> CausalLMLoss:

@@ -1,7 +1,7 @@
 """megatrain: the engine itself, built from a `SystemSpec`.
 
-Invariant: nothing but translation happens here; the class that trains is `engine.MegaTrain`, with the AdamW that it is known by
-or with the one that was asked for.
+Invariant: nothing but translation happens here; the class that trains is `engine.MegaTrain`, with
+the AdamW that it is known by or with the one that was asked for.
 """
 
 from __future__ import annotations
@@ -16,18 +16,24 @@ LABEL = "preset"
 """The option that only names the others, for rows and figures."""
 
 
-def build(spec: SystemSpec, machine: Machine | None = None, rates: Rates | None = None) -> MegaTrain:
-    """The engine for `spec`; ValueError for an option it does not have, Unsupported where its AdamW cannot be built here.
+def build(
+    spec: SystemSpec, machine: Machine | None = None, rates: Rates | None = None
+) -> MegaTrain:
+    """The engine for `spec`; ValueError for an option it does not have, Unsupported where its AdamW
+    cannot be built here.
 
-    Allocates nothing that grows with the model.
-    machine: one that is not here, to plan for; None is the machine at hand with the memory that `spec` has. rates: what that was
-    found to do in a second; None has it probed.
+    Allocates nothing that grows with the model. machine: one that is not here, to plan for; None is
+    the machine at hand with the memory that `spec` has. rates: what that was found to do in a
+    second; None has it probed.
     """
     allowed = [field.name for field in dataclasses.fields(EngineConfig)]
     options = {key: value for key, value in spec.options.items() if key != LABEL}
     for key, value in options.items():
         if key not in allowed:
-            raise ValueError(f"system.{key}: got {value!r}, allowed {', '.join(allowed)}; remove it or choose one of these")
+            raise ValueError(
+                f"system.{key}: got {value!r}, allowed {', '.join(allowed)}; remove it or choose "
+                "one of these"
+            )
     config = EngineConfig(**options)
     if machine is None and not config.torch_adamw:
         _require_kernel()
@@ -40,12 +46,14 @@ def build(spec: SystemSpec, machine: Machine | None = None, rates: Rates | None 
         dtype=spec.dtype,
         device=spec.device,
         config=config,
-        machine=machine or Machine(rates=rates, host_memory=spec.host_memory, device_memory=spec.device_memory),
+        machine=machine
+        or Machine(rates=rates, host_memory=spec.host_memory, device_memory=spec.device_memory),
     )
 
 
 def _require_kernel() -> None:
-    """Unsupported, in one line, without the engine's AdamW: torch's in its place would be measured as the engine."""
+    """Unsupported, in one line, without the engine's AdamW: torch's in its place would be measured
+    as the engine."""
     try:
         native()
     except KernelError as error:

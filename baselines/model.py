@@ -1,7 +1,8 @@
 """The model of a `ModelSpec`, built from transformers: configuration, skeleton, initial weights.
 
-Invariant: this is the only module that imports transformers, and every system starts from the numbers of
-`initial_weights`, which depend on (spec, seed, device type) alone and are exact in bfloat16.
+Invariant: this is the only module that imports transformers, and every system starts from the
+numbers of `initial_weights`, which depend on (spec, seed, device type) alone and are exact in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -33,48 +34,62 @@ HUGE = 1 << 24
 
 
 def config_of(spec: ModelSpec) -> Any:
-    """The transformers configuration: no KV cache, every dropout and jitter 0. ValueError for what the user mistyped."""
-    from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LM
+    """The transformers configuration: no KV cache, every dropout and jitter 0.
 
-    if spec.model_type not in CAUSAL_LM:
-        near = difflib.get_close_matches(spec.model_type, CAUSAL_LM, n=3, cutoff=0.5) or ["llama", "qwen2", "mistral"]
+    ValueError, in one line, for what the user mistyped.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto import modeling_auto
+
+    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if spec.model_type not in causal:
+        near = difflib.get_close_matches(spec.model_type, causal, n=3, cutoff=0.5)
+        near = near or ["llama", "qwen2", "mistral"]
         raise ValueError(
-            f"model.model_type: got {spec.model_type!r}, allowed the {len(CAUSAL_LM)} causal-LM types of transformers "
-            f"such as {', '.join(near)}; choose one of these or upgrade transformers"
+            f"model.model_type: got {spec.model_type!r}, allowed the {len(causal)} causal-LM types "
+            f"of transformers such as {', '.join(near)}; choose one of these or upgrade "
+            "transformers"
         )
     known = _known_keys(AutoConfig.for_model(spec.model_type))
     for key in spec.config:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=3, cutoff=0.6) or ["hidden_size", "num_hidden_layers", "vocab_size"]
+            near = difflib.get_close_matches(key, known, n=3, cutoff=0.6)
+            near = near or ["hidden_size", "num_hidden_layers", "vocab_size"]
             raise ValueError(
-                f"model.config.{key}: got {spec.config[key]!r}, allowed the keys of the {spec.model_type} config "
-                f"such as {', '.join(near)}; remove it or correct its name"
+                f"model.config.{key}: got {spec.config[key]!r}, allowed the keys of the "
+                f"{spec.model_type} config such as {', '.join(near)}; remove it or correct its name"
             )
     _check_attention(spec)
     try:
         config = AutoConfig.for_model(spec.model_type, **copy.deepcopy(dict(spec.config)))
     except Exception as error:
-        if not type(error).__name__.startswith("StrictDataclass") and not isinstance(error, (ValueError, TypeError, KeyError)):
+        strict = type(error).__name__.startswith("StrictDataclass")
+        if not strict and not isinstance(error, (ValueError, TypeError, KeyError)):
             raise
         raise ValueError(
-            f"model.config: got {dict(spec.config)}, allowed what the {spec.model_type} config accepts; {_one_line(error)}"
+            f"model.config: got {dict(spec.config)}, allowed what the {spec.model_type} config "
+            f"accepts; {_one_line(error)}"
         ) from None
     if getattr(config, "output_router_logits", False):
         raise ValueError(
-            "model.config.output_router_logits: got True, allowed False; remove it, for every system's loss is "
-            "the cross-entropy alone, without the auxiliary one of the routers"
+            "model.config.output_router_logits: got True, allowed False; remove it, for every "
+            "system's loss is the cross-entropy alone, without the auxiliary one of the routers"
         )
     config.use_cache = False
     for key, value in config.to_dict().items():
-        random = any(word in key for word in ("dropout", "layerdrop", "jitter")) or key.endswith("_pdrop")
-        if random and isinstance(value, (int, float)):
+        random = any(part in key for part in ("dropout", "layerdrop", "jitter"))
+        if (random or key.endswith("_pdrop")) and isinstance(value, (int, float)):
             setattr(config, key, 0.0)
     return config
 
 
 def _known_keys(config: Any) -> list[str]:
-    known = {*inspect.signature(type(config).__init__).parameters, *config.to_dict(), *config.attribute_map}
+    known = {
+        *inspect.signature(type(config).__init__).parameters,
+        *config.to_dict(),
+        *config.attribute_map,
+    }
     known -= {"self", "args", "kwargs", "model_type"}
     return sorted(known | set(LEGACY_ROPE) if "rope_parameters" in known else known)
 
@@ -85,7 +100,8 @@ def _check_attention(spec: ModelSpec) -> None:
     allowed = ["eager", *(name for name in ALL_ATTENTION_FUNCTIONS if "|" not in name)]
     if spec.attn_implementation not in allowed:
         raise ValueError(
-            f"model.attn_implementation: got {spec.attn_implementation!r}, allowed {', '.join(allowed)}; choose one of these"
+            f"model.attn_implementation: got {spec.attn_implementation!r}, allowed "
+            f"{', '.join(allowed)}; choose one of these"
         )
 
 
@@ -94,12 +110,14 @@ def _one_line(error: BaseException) -> str:
 
 
 class _HugeOnMeta(TorchFunctionMode):
-    """torch.empty makes a meta tensor of a matrix of HUGE elements or more: memory for it there may be none."""
+    """torch.empty makes a meta tensor of a matrix of HUGE elements or more: memory for it there may
+    be none."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.empty and kwargs.get("device") is None:
-            size = kwargs.get("size") or (args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args)
+            alone = len(args) == 1 and isinstance(args[0], (tuple, list))
+            size = kwargs.get("size") or (args[0] if alone else args)
             if len(size) >= 2 and math.prod(size) >= HUGE:
                 kwargs["device"] = "meta"
         return func(*args, **kwargs)
@@ -107,14 +125,17 @@ class _HugeOnMeta(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _large_parameters_on_meta() -> Iterator[None]:
-    """Parameters of two or more dimensions become meta tensors as modules register them; ties stay one object."""
+    """Parameters of two or more dimensions become meta tensors as modules register them; ties stay
+    one object."""
     register: Callable[..., None] = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and param.ndim >= 2:
             if not param.is_meta:
-                param = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
-            param._is_hf_initialized = True  # type: ignore[attr-defined]  # nothing to draw: most of the time spent here
+                on_meta = torch.empty_like(param, device="meta")
+                param = nn.Parameter(on_meta, requires_grad=param.requires_grad)
+            # Nothing to draw, which would be most of the time spent here.
+            param._is_hf_initialized = True  # type: ignore[attr-defined]
         register(module, name, param)
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
@@ -126,10 +147,12 @@ def _large_parameters_on_meta() -> Iterator[None]:
 
 
 def build_skeleton(spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
-    """The library's own causal LM in `dtype`, in training mode; parameters of two or more dimensions on meta.
+    """The library's own causal LM in `dtype`, in training mode; parameters of two or more
+    dimensions on meta.
 
-    One-dimensional parameters and all buffers (rotary frequencies stay fp32) are real, on the CPU, with the
-    library's initial values. Raises Unsupported where the attention implementation is not installed.
+    One-dimensional parameters and all buffers (rotary frequencies stay fp32) are real, on the CPU,
+    with the library's initial values. Raises Unsupported where the attention implementation is not
+    installed.
     """
     from transformers import AutoModelForCausalLM
 
@@ -138,15 +161,19 @@ def build_skeleton(spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
     with torch.random.fork_rng(devices=[]), _large_parameters_on_meta():
         torch.manual_seed(0)
         try:
-            model: nn.Module = from_config(config, dtype=dtype, attn_implementation=spec.attn_implementation)
+            model: nn.Module = from_config(
+                config, dtype=dtype, attn_implementation=spec.attn_implementation
+            )
         except ImportError as error:
-            raise Unsupported(f"model.attn_implementation={spec.attn_implementation}: {_one_line(error)}") from None
+            raise Unsupported(
+                f"model.attn_implementation={spec.attn_implementation}: {_one_line(error)}"
+            ) from None
         except ValueError as error:
             if "attention" not in str(error):
                 raise
             raise ValueError(
-                f"model.attn_implementation: got {spec.attn_implementation!r}, allowed what {spec.model_type} supports "
-                f"(eager always is); choose another: {_one_line(error)}"
+                f"model.attn_implementation: got {spec.attn_implementation!r}, allowed what "
+                f"{spec.model_type} supports (eager always is); choose another: {_one_line(error)}"
             ) from None
     model.train()
     return model
@@ -166,16 +193,19 @@ class _RandomOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def refuse_random(spec: ModelSpec) -> None:
-    """ValueError where the model draws random numbers though every dropout and jitter is 0, as PhiMoE does.
+    """ValueError where the model draws random numbers though every dropout and jitter is 0, as
+    PhiMoE does.
 
-    No two systems draw them in the same order. Runs the skeleton on the meta device, which has no numbers:
-    a forward that looks at some ends there, and what it would have drawn later is not found.
+    No two systems draw them in the same order. Runs the skeleton on the meta device, which has no
+    numbers: a forward that looks at some ends there, and what it would have drawn later is not
+    found.
     """
-    drawn = _random_ops(_Asked(repr((spec.model_type, spec.config, spec.attn_implementation)), spec))
-    if drawn:
+    key = repr((spec.model_type, spec.config, spec.attn_implementation))
+    if drawn := _random_ops(_Asked(key, spec)):
         raise ValueError(
-            f"model.model_type: got {spec.model_type!r}, whose forward draws random numbers ({drawn}), allowed are "
-            "types that draw none with dropout and jitter at 0; choose another model_type"
+            f"model.model_type: got {spec.model_type!r}, whose forward draws random numbers "
+            f"({drawn}), allowed are types that draw none with dropout and jitter at 0; choose "
+            "another model_type"
         )
 
 
@@ -196,10 +226,12 @@ def _random_ops(asked: _Asked) -> str:
 
 
 def skip_packed_sequence_check() -> None:
-    """Tell transformers that no batch packs several documents into one sequence, which ours never do.
+    """Tell transformers that no batch packs several documents into one sequence, which ours never
+    do.
 
-    It would look for packing in the position ids of every forward without a mask, and read the answer on the host: one
-    device synchronisation for every forward and every chunk of the loss, in every system.
+    It would look for packing in the position ids of every forward without a mask, and read the
+    answer on the host: one device synchronisation for every forward and every chunk of the loss, in
+    every system.
     """
     from transformers import masking_utils
 
@@ -208,7 +240,8 @@ def skip_packed_sequence_check() -> None:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers, found by the engine's rule. Unsupported, in one line, where there are none."""
+    """The decoder layers, found by the engine's rule. Unsupported, in one line, where there are
+    none."""
     return find_decoder(model)[1]
 
 
@@ -221,14 +254,18 @@ def find_decoder(model: nn.Module) -> tuple[str, list[nn.Module]]:
 
 
 class initial_weights:  # noqa: N801 - reads as the function it is: an iterable that can be walked again
-    """Re-iterable (name, tensor) of every parameter, a tied one once, named as `named_parameters` names it.
+    """Re-iterable (name, tensor) of every parameter, a tied one once, named as `named_parameters`
+    names it.
 
-    Two or more dimensions: normal(0, initializer_range) from a generator seeded by (seed, name), so a parameter's
-    values do not depend on the others nor on the order; one dimension: the library's own value. All values are
-    rounded to bfloat16 before the cast to `dtype`. One tensor is alive at a time. CPU and CUDA draw different numbers.
+    Two or more dimensions: normal(0, initializer_range) from a generator seeded by (seed, name), so
+    a parameter's values do not depend on the others nor on the order; one dimension: the library's
+    own value. All values are rounded to bfloat16 before the cast to `dtype`. One tensor is alive at
+    a time. CPU and CUDA draw different numbers.
     """
 
-    def __init__(self, spec: ModelSpec, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: ModelSpec, seed: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.seed, self.dtype, self.device = seed, dtype, device
         skeleton = build_skeleton(spec, torch.float32)
         self.std = float(getattr(skeleton.config, "initializer_range", None) or 0.02)
@@ -245,7 +282,8 @@ class initial_weights:  # noqa: N801 - reads as the function it is: an iterable 
         value = self.values[name]
         if value.is_meta:
             digest = hashlib.blake2b(f"{self.seed}:{name}".encode(), digest_size=8).digest()
-            generator = torch.Generator(device=self.device).manual_seed(int.from_bytes(digest, "little") >> 1)
+            seed = int.from_bytes(digest, "little") >> 1
+            generator = torch.Generator(device=self.device).manual_seed(seed)
             value = torch.empty(value.shape, dtype=torch.float32, device=self.device)
             value.normal_(0.0, self.std, generator=generator)
         return value.to(self.device).to(torch.bfloat16).to(self.dtype)
@@ -295,9 +333,13 @@ def num_params(spec: ModelSpec) -> int:
 
 
 def materialise(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device, weights: Iterable[tuple[str, torch.Tensor]]
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    weights: Iterable[tuple[str, torch.Tensor]],
 ) -> nn.Module:
-    """The model with real parameters in `dtype` on `device` that hold copies of `weights`; ties stay tied."""
+    """The model with real parameters in `dtype` on `device` that hold copies of `weights`; ties
+    stay tied."""
     model = build_skeleton(spec, dtype)
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
@@ -308,11 +350,16 @@ def materialise(
         own = missing.pop(name, None)
         if own is None or own.shape != value.shape:
             raise ValueError(
-                f"weights: got {name} of shape {tuple(value.shape)}, allowed the parameters of {spec.name}; rebuild them"
+                f"weights: got {name} of shape {tuple(value.shape)}, allowed the parameters of "
+                f"{spec.name}; rebuild them"
             )
-        loaded = nn.Parameter(value.detach().to(device=device, dtype=dtype, copy=True), own.requires_grad)
+        copied = value.detach().to(device=device, dtype=dtype, copy=True)
+        loaded = nn.Parameter(copied, own.requires_grad)
         for module, attribute in owners[own]:
             setattr(module, attribute, loaded)
     if missing:
-        raise ValueError(f"weights: {', '.join(list(missing)[:3])} not given, allowed all parameters of {spec.name}; rebuild them")
+        raise ValueError(
+            f"weights: {', '.join(list(missing)[:3])} not given, allowed all parameters of "
+            f"{spec.name}; rebuild them"
+        )
     return model.to(device)

@@ -48,8 +48,9 @@ def require_runnable(spec: ModelSpec) -> None:
         if isinstance(error, ValueError) and str(error).startswith("model."):
             raise
         raise ValueError(
-            f"model.config: got {dict(spec.config)}, allowed what a {spec.model_type} model can be built with and run; "
-            f"transformers says {type(error).__name__}: {' '.join(str(error).split())[:300]}; correct it"
+            f"model.config: got {dict(spec.config)}, allowed what a {spec.model_type} model can be "
+            f"built with and run; transformers says {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:300]}; correct it"
         ) from None
 
 
@@ -65,7 +66,9 @@ def _require_numbers(spec: ModelSpec) -> None:
             allowed = ">= 1" if most == math.inf else f"1 to {MOST_LAYERS}"
             raise ValueError(f"model.config.{key}: got {value}, allowed {allowed}; correct it")
         if key.endswith(("eps", "epsilon", "initializer_range")) and not 0 <= value < math.inf:
-            raise ValueError(f"model.config.{key}: got {value}, allowed a finite number >= 0; correct it")
+            raise ValueError(
+                f"model.config.{key}: got {value}, allowed a finite number >= 0; correct it"
+            )
 
 
 def _on_meta(spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
@@ -77,8 +80,8 @@ def _require_size(spec: ModelSpec) -> None:
     num_params = sum(parameter.numel() for parameter in _on_meta(spec, torch.bfloat16).parameters())
     if num_params > MOST_PARAMS:
         raise ValueError(
-            f"model.config: got {dict(spec.config)}, which makes {num_params:,} parameters, allowed at most {MOST_PARAMS:,}; "
-            "correct hidden_size, vocab_size or num_hidden_layers"
+            f"model.config: got {dict(spec.config)}, which makes {num_params:,} parameters, "
+            f"allowed at most {MOST_PARAMS:,}; correct hidden_size, vocab_size or num_hidden_layers"
         )
 
 

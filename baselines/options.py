@@ -1,6 +1,7 @@
 """The options that every baseline has, and how options are declared and checked.
 
-Invariant: a mistake in an option is one line that names its config path, what it got and what is allowed.
+Invariant: a mistake in an option is one line that names its config path, what it got and what is
+allowed.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ def at_least(least: int, default: int) -> Any:
 
 
 def share(default: float, *, whole: bool = True, chosen: bool = False) -> Any:
-    """A field of options above 0 and up to 1, below 1 unless `whole`; with `chosen` also 0, which leaves the choice."""
+    """A field of options above 0 and up to 1, below 1 unless `whole`; with `chosen` also 0, which
+    leaves the choice."""
 
     def accepts(value: Any) -> bool:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         return number and (0 < value < 1 or (whole and value == 1) or (chosen and value == 0))
 
     limit = "up to" if whole else "below"
-    allowed = f"{'0, or a' if chosen else 'a'} number above 0 and {limit} 1; the default is {default}"
+    allowed = (
+        f"{'0, or a' if chosen else 'a'} number above 0 and {limit} 1; the default is {default}"
+    )
     return dataclasses.field(default=default, metadata={"rule": Rule(accepts, allowed)})
 
 
@@ -68,12 +72,14 @@ def _rule(field: dataclasses.Field[Any]) -> Rule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommonOptions:
-    """Options of every baseline; fields that are not declared with a rule are true, false or counts."""
+    """Options of every baseline; fields that are not declared with a rule are true, false or
+    counts."""
 
     preset: str | None = text("a word")
     """Label of the settings in rows and figures; it changes nothing."""
     activation_checkpointing: bool = True
-    """Keep each decoder layer's input only and recompute the layer in the backward; false keeps all activations."""
+    """Keep each decoder layer's input only and recompute the layer in the backward; false keeps all
+    activations."""
     keep_activations: int = at_least(AS_MANY_AS_FIT, 0)
     """Last decoder layers whose activations are kept all the same: their graphs are the first to be
     freed, before any layer is recomputed. -1 is as many as the plan has room for on the device.
@@ -84,7 +90,8 @@ class CommonOptions:
     """Run each decoder layer and the loss through torch.compile, as `baselines.loss` says."""
 
     def num_kept(self, num_layers: int) -> int:
-        """Layers of `num_layers` that are not recomputed; none while -1 stands for a number that is still to be chosen."""
+        """Layers of `num_layers` that are not recomputed; none while -1 stands for a number that is
+        still to be chosen."""
         return max(0, self.keep_activations) if self.activation_checkpointing else num_layers
 
 
@@ -94,7 +101,9 @@ def parse_options(cls: type[T], options: Mapping[str, Any]) -> T:
     for key, value in options.items():
         got = f"system.{key}: got {value!r}"
         if key not in fields:
-            raise ValueError(f"{got}, allowed {', '.join(fields)}; remove it or choose one of these")
+            raise ValueError(
+                f"{got}, allowed {', '.join(fields)}; remove it or choose one of these"
+            )
         rule = _rule(fields[key])
         if not rule.accepts(value):
             raise ValueError(f"{got}, allowed {rule.allowed}")

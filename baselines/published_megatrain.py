@@ -1,8 +1,10 @@
-"""PublishedMegaTrain: the MegaTrain authors' own code, from a checkout that the user names, in the order of their training script.
+"""PublishedMegaTrain: the MegaTrain authors' own code, from a checkout that the user names, in the
+order of their training script.
 
-Invariant: none of it is in this repository and none is imported before `setup`. What is given to it is what every system gets
-(model, weights, batches, recipe); what it does otherwise, bf16 weights without an fp32 master above all, the row says. Written
-against commit 919520f of github.com/DLYuanGod/MegaTrain: examples/sft/train.py, infinity/model/cpu_master.py,
+Invariant: none of it is in this repository and none is imported before `setup`. What is given to it
+is what every system gets (model, weights, batches, recipe); what it does otherwise, bf16 weights
+without an fp32 master above all, the row says. Written against commit 919520f of
+github.com/DLYuanGod/MegaTrain: examples/sft/train.py, infinity/model/cpu_master.py,
 infinity/config/training.py.
 """
 
@@ -46,14 +48,16 @@ class PublishedOptions:
 
 
 class _NoMask:
-    """Passed as the mask: their code moves it to the device and hands it on, and a 2-D one is not what sdpa takes."""
+    """Passed as the mask: their code moves it to the device and hands it on, and a 2-D one is not
+    what sdpa takes."""
 
     def to(self, device: torch.device) -> None:
         """Nothing: sdpa is then causal."""
 
 
 class PublishedMegaTrain(Rival):
-    """The authors' CPUMasterModel with DeepSpeedCPUAdam, as a `TrainingSystem`; CUDA only, one micro-batch a step."""
+    """The authors' CPUMasterModel with DeepSpeedCPUAdam, as a `TrainingSystem`; CUDA only, one
+    micro-batch a step."""
 
     options_class = PublishedOptions
     options: PublishedOptions
@@ -64,20 +68,24 @@ class PublishedMegaTrain(Rival):
         self.checkout = _checked(self.options.checkout)
         if spec.shape.num_micro_batches > 1:
             raise Unsupported(
-                "the published MegaTrain code does not divide the loss by the micro-batches: shape.num_micro_batches is "
-                f"{spec.shape.num_micro_batches}, use 1"
+                "the published MegaTrain code does not divide the loss by the micro-batches: "
+                f"shape.num_micro_batches is {spec.shape.num_micro_batches}, use 1"
             )
         if spec.model.attn_implementation not in ATTENTION:
             raise Unsupported(
-                f"the published MegaTrain code takes {', '.join(ATTENTION)}, and model.attn_implementation is "
-                f"{spec.model.attn_implementation}"
+                f"the published MegaTrain code takes {', '.join(ATTENTION)}, and "
+                f"model.attn_implementation is {spec.model.attn_implementation}"
             )
         require_deepspeed()
-        self.caveat = f"{dtype_name(spec.dtype)} weights are the master; the last label of each sequence is not trained on"
+        self.caveat = (
+            f"{dtype_name(spec.dtype)} weights are the master; the last label of each sequence is "
+            "not trained on"
+        )
         self._model: Any = None
 
     def plan(self) -> Plan:
-        """Closed-form bytes: on the device two layers, flat and as modules, what is outside them with its gradients, and logits."""
+        """Closed-form bytes: on the device two layers, flat and as modules, what is outside them
+        with its gradients, and logits."""
         spec, count, itemsize = self.spec, count_params(self.spec.model), self.spec.dtype.itemsize
         config = config_of(spec.model)
         tokens, interval = spec.shape.num_tokens, self.options.checkpoint_interval
@@ -90,8 +98,9 @@ class PublishedMegaTrain(Rival):
             "checkpoints": (count.num_layers // interval + 2) * hidden,
             "activations": max(itemsize * tokens * config.vocab_size, layers),
         }
-        slabs = [itemsize * count.largest_layer] * self.options.gradient_slabs + [itemsize * count.outer]
-        flats = [itemsize * count.largest_layer] * (count.num_layers + 2)
+        layer = itemsize * count.largest_layer
+        slabs = [layer] * self.options.gradient_slabs + [itemsize * count.outer]
+        flats = [layer] * (count.num_layers + 2)
         host = {
             "weights": itemsize * count.total + sum(flats),
             "master": 0,
@@ -133,7 +142,8 @@ class PublishedMegaTrain(Rival):
             )
 
     def train_step(self, batch: Batch) -> torch.Tensor:
-        """Their step: loss and gradients, clipping and AdamW on the CPU, weights to the device. They read the loss on the host."""
+        """Their step: loss and gradients, clipping and AdamW on the CPU, weights to the device.
+        They read the loss on the host."""
         assert self._model is not None, "setup comes first"
         tokens, labels = batch.tokens[0], batch.labels[0]
         assert batch.attention_mask is None, "no padded batches: their sdpa would not mask them"
@@ -141,7 +151,8 @@ class PublishedMegaTrain(Rival):
         unshifted = torch.full_like(labels, IGNORE_INDEX)
         unshifted[:, 1:] = labels[:, :-1]
         flash = self.spec.model.attn_implementation == "flash_attention_2"
-        loss, *_ = self._model.forward_and_backward(tokens, torch.ones_like(tokens) if flash else _NoMask(), unshifted)
+        mask = torch.ones_like(tokens) if flash else _NoMask()
+        loss, *_ = self._model.forward_and_backward(tokens, mask, unshifted)
         try:
             raise_unless_finite(loss, "the loss", self._step)
             self._update()
@@ -155,7 +166,8 @@ class PublishedMegaTrain(Rival):
         recipe = self.spec.recipe
         with self._optimizing():
             if recipe.clip_norm > 0:
-                norm = torch.nn.utils.clip_grad_norm_(self._model.get_parameters(), recipe.clip_norm)
+                weights = self._model.get_parameters()
+                norm = torch.nn.utils.clip_grad_norm_(weights, recipe.clip_norm)
                 raise_unless_finite(norm, "the gradient norm", self._step)
             self._optimizer.param_groups[0]["lr"] = recipe.lr_at(self._step)
             self._optimizer.step()
@@ -169,7 +181,8 @@ class PublishedMegaTrain(Rival):
     def save(self, directory: Path) -> None:
         """Unsupported: the published code does not save."""
         raise Unsupported(
-            "save: the published MegaTrain code has no checkpoints, so nothing was written; train with system=megatrain"
+            "save: the published MegaTrain code has no checkpoints, so nothing was written; train "
+            "with system=megatrain"
         )
 
     def resume(self, directory: Path) -> None:
@@ -187,7 +200,10 @@ class PublishedMegaTrain(Rival):
 
 def _checked(checkout: str | None) -> Path:
     """The folder of the clone; Unsupported, in one line, where it is not one."""
-    allowed = "allowed the folder of a clone of github.com/DLYuanGod/MegaTrain; clone it and give machine.checkout=PATH"
+    allowed = (
+        "allowed the folder of a clone of github.com/DLYuanGod/MegaTrain; clone it and give "
+        "machine.checkout=PATH"
+    )
     path = Path(checkout or "").expanduser().resolve()
     if checkout is None or not (path / PACKAGE / "model" / "cpu_master.py").is_file():
         raise Unsupported(f"system.checkout: got {checkout or 'nothing'}, {allowed}")
@@ -201,11 +217,15 @@ def _imported(checkout: Path) -> Any:
         package = importlib.import_module(PACKAGE)
     except ImportError as error:
         raise Unsupported(
-            f"the published MegaTrain code does not import ({' '.join(str(error).split())}); install what it needs"
+            f"the published MegaTrain code does not import ({' '.join(str(error).split())}); "
+            "install what it needs"
         ) from None
     finally:
         sys.path.remove(str(checkout))
     found = Path(package.__file__ or "").resolve()
     if checkout not in found.parents:
-        raise Unsupported(f"system.checkout: got {checkout}, but a package {PACKAGE} of {found.parent.parent} was imported before")
+        raise Unsupported(
+            f"system.checkout: got {checkout}, but a package {PACKAGE} of {found.parent.parent} "
+            "was imported before"
+        )
     return package

@@ -1,7 +1,8 @@
 """The systems by name, and the one way to build any of them.
 
-Invariant: a system's module is imported when that system is built, so a missing dependency costs that system alone.
-A system of your own needs no line here: its YAML says `implementation: MODULE:CLASS` (docs/adding.md).
+Invariant: a system's module is imported when that system is built, so a missing dependency costs
+that system alone. A system of your own needs no line here: its YAML says `implementation:
+MODULE:CLASS` (docs/adding.md).
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ REGISTRY: dict[str, str] = {
     "published_megatrain": "baselines.published_megatrain:PublishedMegaTrain",
 }
 
+MODULE_CLASS = re.compile(r"\w+(\.\w+)*:\w+")
+
 
 def build(name: str, spec: SystemSpec) -> TrainingSystem:
     """The system called `name`, its number of kept layers chosen where that was left open.
 
-    ValueError for an unknown system and for options that are not allowed, Unsupported where it cannot run.
+    ValueError for an unknown system and for options that are not allowed, Unsupported where it
+    cannot run.
     """
     require_known(name, spec.implementation)
     system = _imported(spec.implementation or REGISTRY[name])(spec)
@@ -42,7 +46,8 @@ def build(name: str, spec: SystemSpec) -> TrainingSystem:
 
 
 def require_known(name: str, implementation: Any) -> None:
-    """ValueError, in one line, unless `name` is registered here or `implementation` is a MODULE:CLASS, and not both."""
+    """ValueError, in one line, unless `name` is registered here or `implementation` is a
+    MODULE:CLASS, and not both."""
     got = f"system.implementation: got {implementation!r}"
     if implementation is None:
         if name not in REGISTRY:
@@ -51,22 +56,26 @@ def require_known(name: str, implementation: Any) -> None:
                 "system.implementation=MODULE:CLASS"
             )
     elif name in REGISTRY:
-        raise ValueError(f"{got} for {name}, allowed null for a built-in system; give yours another system.name")
-    elif not isinstance(implementation, str) or not re.fullmatch(r"\w+(\.\w+)*:\w+", implementation):
+        raise ValueError(
+            f"{got} for {name}, allowed null for a built-in system; give yours another system.name"
+        )
+    elif not isinstance(implementation, str) or not MODULE_CLASS.fullmatch(implementation):
         raise ValueError(f"{got}, allowed MODULE:CLASS such as baselines.fsdp2:Fsdp2; correct it")
 
 
 def _imported(implementation: str) -> Callable[[SystemSpec], TrainingSystem]:
     """The class that `implementation` names; ValueError, in one line, where there is none."""
     module, _, name = implementation.partition(":")
+    got = f"system.implementation: got {implementation!r}"
     allowed = "allowed MODULE:CLASS that can be imported here"
     try:
-        found: Callable[[SystemSpec], TrainingSystem] | None = getattr(importlib.import_module(module), name, None)
+        found: Any = getattr(importlib.import_module(module), name, None)
     except ImportError as error:
         raise ValueError(
-            f"system.implementation: got {implementation!r} ({' '.join(str(error).split())}), {allowed}; correct it or "
-            "install what it needs"
+            f"{got} ({' '.join(str(error).split())}), {allowed}; correct it or install what it "
+            "needs"
         ) from error
     if not callable(found):
-        raise ValueError(f"system.implementation: got {implementation!r}, which {module} does not have, {allowed}; correct it")
-    return found
+        raise ValueError(f"{got}, which {module} does not have, {allowed}; correct it")
+    system: Callable[[SystemSpec], TrainingSystem] = found
+    return system

@@ -1,6 +1,8 @@
-"""What rivals share: options, the walk over a step's micro-batches, finite losses, clocks, checkpoints.
+"""What rivals share: options, the walk over a step's micro-batches, finite losses, clocks,
+checkpoints.
 
-Invariant: a checkpoint directory is whole or absent, and a step that raises is not counted as taken.
+Invariant: a checkpoint directory is whole or absent, and a step that raises is not counted as
+taken.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ STATE = "state.pt"
 class Rival:
     """A `TrainingSystem` without its plan, its setup and its step.
 
-    Raises ValueError, in one line, for an option, a dtype or a model configuration that is not allowed.
+    Raises ValueError, in one line, for an option, a dtype or a model configuration that is not
+    allowed.
     """
 
     options_class: ClassVar[type[Any]] = CommonOptions
@@ -36,7 +39,9 @@ class Rival:
 
     def __init__(self, spec: SystemSpec) -> None:
         if spec.dtype not in (torch.bfloat16, torch.float32):
-            raise ValueError(f"system.dtype: got {spec.dtype}, allowed bfloat16, float32; choose one of these")
+            raise ValueError(
+                f"system.dtype: got {spec.dtype}, allowed bfloat16, float32; choose one of these"
+            )
         self.options = parse_options(self.options_class, spec.options)
         config_of(spec.model)
         self.spec = spec
@@ -56,7 +61,8 @@ class Rival:
 
     @contextlib.contextmanager
     def _optimizing(self) -> Iterator[None]:
-        """Count the seconds of the block as the optimizer's and the step as taken, unless it raises."""
+        """Count the seconds of the block as the optimizer's and the step as taken, unless it
+        raises."""
         started = time.perf_counter()
         yield
         self._optimizer_s += time.perf_counter() - started
@@ -81,7 +87,8 @@ class Rival:
 
 
 class TorchRival(Rival):
-    """A rival with an fp32 master and a torch AdamW at hand: what it trained, and its checkpoints."""
+    """A rival with an fp32 master and a torch AdamW at hand: what it trained, and its
+    checkpoints."""
 
     def _held(self) -> Iterator[tuple[str, torch.Tensor, Mapping[str, torch.Tensor]]]:
         """(name, fp32 master, AdamW's state of it, as plain tensors) of every parameter."""
@@ -115,10 +122,14 @@ class TorchRival(Rival):
 
 
 def _load_state(directory: Path, num_params: int) -> dict[str, Any]:
-    """`state.pt` of a checkpoint directory; ValueError where it is missing or is of another model."""
+    """`state.pt` of a checkpoint directory; ValueError where it is missing or is of another
+    model."""
     path = Path(directory) / STATE
     if not path.is_file():
-        raise ValueError(f"resume: got {directory}, allowed a directory that save() wrote; give that of the same system")
+        raise ValueError(
+            f"resume: got {directory}, allowed a directory that save() wrote; give that of the "
+            "same system"
+        )
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if len(state["master"]) != num_params:
         raise ValueError(
@@ -131,7 +142,10 @@ def _load_state(directory: Path, num_params: int) -> dict[str, Any]:
 def require_cuda(device: torch.device, name: str) -> None:
     """Unsupported, in one line, for a system that has no way to run on the CPU."""
     if device.type != "cuda":
-        raise Unsupported(f"{name} runs on NVIDIA GPUs alone, and machine.device is {device.type}; leave it out here")
+        raise Unsupported(
+            f"{name} runs on NVIDIA GPUs alone, and machine.device is {device.type}; leave it out "
+            "here"
+        )
 
 
 def adamw_settings(recipe: Recipe) -> dict[str, Any]:
@@ -144,8 +158,11 @@ def adamw_settings(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def micro_batches(batch: Batch, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """(tokens, labels, attention_mask or None) of each micro-batch on `device`, [micro_batch_size, seq_len] each."""
+def micro_batches(
+    batch: Batch, device: torch.device
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """(tokens, labels, attention_mask or None) of each micro-batch on `device`, [micro_batch_size,
+    seq_len] each."""
     for index in range(batch.num_micro_batches):
         mask = None
         if batch.attention_mask is not None:
@@ -154,14 +171,18 @@ def micro_batches(batch: Batch, device: torch.device) -> Iterator[tuple[torch.Te
         yield tokens, batch.labels[index].to(device, non_blocking=True), mask
 
 
-def raise_unless_finite(value: torch.Tensor | float, what: str, step: int, outcome: str = NOT_TAKEN) -> None:
+def raise_unless_finite(
+    value: torch.Tensor | float, what: str, step: int, outcome: str = NOT_TAKEN
+) -> None:
     """NonFiniteLossError when `value` is NaN or infinite; `outcome` is what the step did.
 
     `value` is read on the host, so this synchronises.
     """
     number = float(value)
     if number != number or abs(number) == float("inf"):
-        raise NonFiniteLossError(f"step {step}: {what} is {number}; {outcome}, lower recipe.lr or check the data")
+        raise NonFiniteLossError(
+            f"step {step}: {what} is {number}; {outcome}, lower recipe.lr or check the data"
+        )
 
 
 class FiniteFlag:
@@ -189,5 +210,6 @@ class FiniteFlag:
         step, self._step = self._step, -1
         if float(self._host):
             raise NonFiniteLossError(
-                f"step {step}: the loss or the gradient norm is not finite; {NOT_TAKEN}, lower recipe.lr or check the data"
+                f"step {step}: the loss or the gradient norm is not finite; {NOT_TAKEN}, lower "
+                "recipe.lr or check the data"
             )

@@ -1,7 +1,9 @@
-"""TrainingSystem: the one interface that the engine and every baseline satisfy, and what a system is built from.
+"""TrainingSystem: the one interface that the engine and every baseline satisfy, and what a system
+is built from.
 
-Invariant: the optimizer step is the only boundary all systems share, so one fused `train_step` is all the
-bench ever calls. This module imports no other of its room (`baselines.registry` knows the systems).
+Invariant: the optimizer step is the only boundary all systems share, so one fused `train_step` is
+all the bench ever calls. This module imports no other of its room (`baselines.registry` knows the
+systems).
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class ModelSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sequences of one optimizer step: batch_size of them in num_micro_batches equal parts, seq_len tokens each."""
+    """Sequences of one optimizer step: batch_size of them in num_micro_batches equal parts, seq_len
+    tokens each."""
 
     batch_size: int
     seq_len: int
@@ -44,11 +47,14 @@ class Shape:
     def __post_init__(self) -> None:
         for name in ("batch_size", "seq_len", "num_micro_batches"):
             if getattr(self, name) < 1:
-                raise ValueError(f"shape.{name}: got {getattr(self, name)}, allowed >= 1; give a positive integer")
+                raise ValueError(
+                    f"shape.{name}: got {getattr(self, name)}, allowed >= 1; give a positive "
+                    "integer"
+                )
         if self.batch_size % self.num_micro_batches:
             raise ValueError(
-                f"shape.num_micro_batches: got {self.num_micro_batches}, allowed a divisor of shape.batch_size "
-                f"({self.batch_size}); change one of the two"
+                f"shape.num_micro_batches: got {self.num_micro_batches}, allowed a divisor of "
+                f"shape.batch_size ({self.batch_size}); change one of the two"
             )
 
     @property
@@ -73,7 +79,8 @@ class SystemSpec:
     """Compute dtype: torch.bfloat16 (fp32 master beside it) or torch.float32."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     host_memory: int | None = None
-    """Bytes of host memory that the machine has, for a system that chooses what to put there; None where unknown."""
+    """Bytes of host memory that the machine has, for a system that chooses what to put there; None
+    where unknown."""
     device_memory: int | None = None
     """Bytes of device memory to choose for; None is what the device has."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -85,8 +92,9 @@ class SystemSpec:
 class TrainingSystem(Protocol):
     """One way to train the model. Constructing one allocates nothing that grows with the model.
 
-    One that does not do all that the recipe asks says so in an attribute `caveat`, one line that its row and tables show. One that
-    chose numbers for its options has them in an attribute `placement`, by name, which its row has beside the plan.
+    One that does not do all that the recipe asks says so in an attribute `caveat`, one line that
+    its row and tables show. One that chose numbers for its options has them in an attribute
+    `placement`, by name, which its row has beside the plan.
     """
 
     def plan(self) -> Plan:
@@ -96,20 +104,24 @@ class TrainingSystem(Protocol):
         """Dtypes of weights, master, moments and gradients, by these four names."""
 
     def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Allocate, and load the initial weights (an iterable that yields each named parameter once)."""
+        """Allocate, and load the initial weights (an iterable that yields each named parameter
+        once)."""
 
     def train_step(self, batch: Batch) -> torch.Tensor:
-        """Enqueue one whole optimizer step; return the mean loss per label token, 0-dim fp32, unsynchronised.
+        """Enqueue one whole optimizer step; return the mean loss per label token, 0-dim fp32,
+        unsynchronised.
 
-        Raises NonFiniteLossError, here or in the next call or in drain, when the loss is not finite; that step
-        changes no parameter.
+        Raises NonFiniteLossError, here or in the next call or in drain, when the loss is not
+        finite; that step changes no parameter.
         """
 
     def drain(self) -> None:
-        """Return when every stream, worker and pending update is finished; re-raise worker errors."""
+        """Return when every stream, worker and pending update is finished; re-raise worker
+        errors."""
 
     def counters(self) -> dict[str, float]:
-        """Totals since setup: h2d_bytes, d2h_bytes, recompute_flops, optimizer_s, optimizer_wait_s (those known)."""
+        """Totals since setup: h2d_bytes, d2h_bytes, recompute_flops, optimizer_s, optimizer_wait_s
+        (those known)."""
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, fp32 tensor on the host) for every parameter, from the master copy."""

@@ -1,7 +1,9 @@
-"""TorchaoOffload: weights on the device, torchao's CPUOffloadOptimizer with an AdamW on the host for each of them.
+"""TorchaoOffload: weights on the device, torchao's CPUOffloadOptimizer with an AdamW on the host
+for each of them.
 
-Invariant: torchao moves gradients and weights, and nothing else here does; the AdamW it is given keeps an fp32 master, as the
-recipe asks. It starts on the host while the last gradients arrive, so nothing can be clipped, and the row says so.
+Invariant: torchao moves gradients and weights, and nothing else here does; the AdamW it is given
+keeps an fp32 master, as the recipe asks. It starts on the host while the last gradients arrive, so
+nothing can be clipped, and the row says so.
 """
 
 from __future__ import annotations
@@ -22,16 +24,20 @@ from engine import Batch, Plan, dtype_name, pinned_rounding
 
 
 class MasterAdamW(torch.optim.Optimizer):
-    """torch's fused AdamW on fp32 copies of `params` (a list of tensors of one device), made when first needed."""
+    """torch's fused AdamW on fp32 copies of `params` (a list of tensors of one device), made when
+    first needed."""
 
     def __init__(self, params: Any, **settings: Any) -> None:
         super().__init__(params, settings)
-        self.weights: list[torch.Tensor] = [weight for group in self.param_groups for weight in group["params"]]
+        self.weights: list[torch.Tensor] = [
+            weight for group in self.param_groups for weight in group["params"]
+        ]
         self.inner: torch.optim.AdamW | None = None
 
     @torch.no_grad()
     def build(self) -> torch.optim.AdamW:
-        """The AdamW of the masters. Not in the constructor: torchao fills the weights there, asynchronously."""
+        """The AdamW of the masters. Not in the constructor: torchao fills the weights there,
+        asynchronously."""
         if self.inner is None:
             self.masters = [weight.detach().float() for weight in self.weights]
             self.inner = torch.optim.AdamW(self.masters, fused=True, **self.defaults)
@@ -39,7 +45,8 @@ class MasterAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update with the learning rate of the first group; the weights are the masters, rounded."""
+        """One update with the learning rate of the first group; the weights are the masters,
+        rounded."""
         inner = self.build()
         inner.param_groups[0]["lr"] = self.param_groups[0]["lr"]
         for weight, master in zip(self.weights, self.masters, strict=True):
@@ -51,7 +58,8 @@ class MasterAdamW(torch.optim.Optimizer):
 
 
 class TorchaoOffload(TorchRival):
-    """torchao's CPUOffloadOptimizer as a `TrainingSystem`; CUDA only. Raises Unsupported where torchao is missing."""
+    """torchao's CPUOffloadOptimizer as a `TrainingSystem`; CUDA only. Raises Unsupported where
+    torchao is missing."""
 
     options: CommonOptions
 
@@ -59,18 +67,24 @@ class TorchaoOffload(TorchRival):
         super().__init__(spec)
         require_cuda(spec.device, "torchao's CPUOffloadOptimizer")
         if importlib.util.find_spec("torchao") is None:
-            raise Unsupported("torchao is not installed; pip install 'torchao>=0.11', or megatrain-bench[torchao]")
+            raise Unsupported(
+                "torchao is not installed; pip install 'torchao>=0.11', or megatrain-bench[torchao]"
+            )
         if spec.recipe.clip_norm > 0:
             self.caveat = f"no clipping, where the recipe clips at {spec.recipe.clip_norm:g}"
         self._optimizer: Any = None
 
     def plan(self) -> Plan:
-        """Closed-form bytes. Pinned weights and gradients are a block for each parameter, rounded up to powers of two."""
+        """Closed-form bytes. Pinned weights and gradients are a block for each parameter, rounded
+        up to powers of two."""
         spec, count = self.spec, count_params(self.spec.model)
         total, itemsize = count.total, spec.dtype.itemsize
         mixed = itemsize < 4
-        # One micro-batch: a gradient is freed when it has left, so a layer's are alive; else all of them accumulate here.
-        gradients = count.largest + count.largest_layer if spec.shape.num_micro_batches == 1 else total
+        # One micro-batch: a gradient is freed when it has left, so a layer's are alive; else all of
+        # them accumulate here.
+        alone = spec.shape.num_micro_batches == 1
+        gradients = count.largest + count.largest_layer if alone else total
+        pinned = [itemsize * size for size in footprint.parameter_sizes(spec.model)]
         device = {
             "weights": itemsize * total,
             "gradients": itemsize * gradients,
@@ -81,7 +95,7 @@ class TorchaoOffload(TorchRival):
             "master": 4 * total if mixed else 0,
             "moments": 8 * total,
             "gradients": itemsize * total + (4 * count.largest if mixed else 0),
-            "staging": 2 * sum(pinned_rounding(itemsize * size) for size in footprint.parameter_sizes(spec.model)),
+            "staging": 2 * sum(map(pinned_rounding, pinned)),
         }
         return footprint.plan_on(spec.device, device, host)
 
@@ -94,7 +108,10 @@ class TorchaoOffload(TorchRival):
         try:
             from torchao.optim import CPUOffloadOptimizer
         except ImportError as error:
-            raise Unsupported(f"torchao has no torchao.optim ({' '.join(str(error).split())}); pip install -U torchao") from None
+            raise Unsupported(
+                f"torchao has no torchao.optim ({' '.join(str(error).split())}); pip install -U "
+                "torchao"
+            ) from None
         spec = self.spec
         model = materialise(spec.model, spec.dtype, spec.device, weights)
         self.loss = loss_of(model, self.options)
@@ -109,7 +126,8 @@ class TorchaoOffload(TorchRival):
         self._flag = FiniteFlag(spec.device)
 
     def train_step(self, batch: Batch) -> torch.Tensor:
-        """One optimizer step; the loss is looked at while the backward runs, the gradients' norm is not known."""
+        """One optimizer step; the loss is looked at while the backward runs, the gradients' norm is
+        not known."""
         assert self._optimizer is not None, "setup comes first"
         total = torch.zeros((), dtype=torch.float32, device=self.spec.device)
         for tokens, labels, mask in micro_batches(batch, self.spec.device):
@@ -126,14 +144,16 @@ class TorchaoOffload(TorchRival):
         return total
 
     def _update(self) -> None:
-        """torchao's step: the gradients that it waits for, AdamW on the host, the weights' way back."""
+        """torchao's step: the gradients that it waits for, AdamW on the host, the weights' way
+        back."""
         with self._optimizing():
             for group in self._optimizer.param_groups:
                 group["lr"] = self.spec.recipe.lr_at(self._step)
             self._optimizer.step()
 
     def _owners(self) -> Iterator[tuple[str, torch.nn.Parameter, torch.Tensor, torch.optim.AdamW]]:
-        """(name, weight, fp32 master, the AdamW that owns it); torchao keeps the small parameters' on the device."""
+        """(name, weight, fp32 master, the AdamW that owns it); torchao keeps the small parameters'
+        on the device."""
         small = self._optimizer.d_opt
         places = {} if small is None else {id(weight): i for i, weight in enumerate(small.weights)}
         for name, param in self._named:
@@ -150,7 +170,9 @@ class TorchaoOffload(TorchRival):
         for name, param, own, inner in self._owners():
             master, moments = held[name]
             own.copy_(master)
-            inner.state[own] = {key: value.to(own.device, copy=True) for key, value in moments.items()}
+            inner.state[own] = {
+                key: value.to(own.device, copy=True) for key, value in moments.items()
+            }
             param.copy_(own)
             if param in copies:
                 copies[param].copy_(own)

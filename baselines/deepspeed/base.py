@@ -1,8 +1,8 @@
 """DeepSpeed in one process, with the optimizer offloaded: what all its systems share.
 
-Invariant: the mathematics is the recipe's (fp32 master, AdamW on the CPU, fp32 accumulation, clipping
-set and not left to DeepSpeed's default), and every knob that costs speed is set as an expert would set
-it, so losing is not our doing.
+Invariant: the mathematics is the recipe's (fp32 master, AdamW on the CPU, fp32 accumulation,
+clipping set and not left to DeepSpeed's default), and every knob that costs speed is set as an
+expert would set it, so losing is not our doing.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ class DeepSpeed(Rival):
                 group["lr"] = lr
 
     def train_step(self, batch: Batch) -> torch.Tensor:
-        """One optimizer step. The loss is read before DeepSpeed's own step, which waits for the device anyway."""
+        """One optimizer step. The loss is read before DeepSpeed's own step, which waits for the
+        device anyway."""
         engine = self._engine
         assert engine is not None, "setup comes first"
         total = torch.zeros((), dtype=torch.float32, device=self.spec.device)
@@ -135,7 +136,8 @@ class DeepSpeed(Rival):
             self._engine.step()
             if self._engine.optimizer.overflow:
                 raise NonFiniteLossError(
-                    f"step {self._step}: the gradient norm is not finite; {self._outcome}, lower recipe.lr or check the data"
+                    f"step {self._step}: the gradient norm is not finite; {self._outcome}, lower "
+                    "recipe.lr or check the data"
                 )
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -148,7 +150,8 @@ class DeepSpeed(Rival):
             if master is None:  # frozen: it has none
                 with GatheredParameters(param):
                     master = param.detach().float().clone()
-            yield name, master.detach().to("cpu", copy=True).view(getattr(param, "ds_shape", param.shape))
+            shape = getattr(param, "ds_shape", param.shape)
+            yield name, master.detach().to("cpu", copy=True).view(shape)
 
     def _unsaved(self) -> str | None:
         """What DeepSpeed's checkpoint would lack."""
@@ -157,7 +160,10 @@ class DeepSpeed(Rival):
     def save(self, directory: Path) -> None:
         """DeepSpeed's own checkpoint, in `directory`; Unsupported where it would lack something."""
         if unsaved := self._unsaved():
-            raise Unsupported(f"save: DeepSpeed's checkpoint lacks {unsaved}, so nothing was written; train with system=zero3")
+            raise Unsupported(
+                f"save: DeepSpeed's checkpoint lacks {unsaved}, so nothing was written; train with "
+                "system=zero3"
+            )
         self.drain()
         with whole_directory(directory) as partial:
             self._engine.save_checkpoint(str(partial), tag=TAG, client_state={"step": self._step})
@@ -165,8 +171,13 @@ class DeepSpeed(Rival):
     def resume(self, directory: Path) -> None:
         """Continue where `save` was called; DeepSpeed wants a system that was just set up."""
         if not (Path(directory) / TAG).is_dir():
-            raise ValueError(f"resume: got {directory}, allowed a directory that save() wrote; give that of the same system")
-        _, state = self._engine.load_checkpoint(str(directory), tag=TAG, load_lr_scheduler_states=False)
+            raise ValueError(
+                f"resume: got {directory}, allowed a directory that save() wrote; give that of the "
+                "same system"
+            )
+        _, state = self._engine.load_checkpoint(
+            str(directory), tag=TAG, load_lr_scheduler_states=False
+        )
         self._step = state["step"]
 
     def close(self) -> None:
@@ -175,5 +186,6 @@ class DeepSpeed(Rival):
             self._engine.destroy()
             self._engine = None
             del self._named
-            F.linear = self._linear  # DeepSpeed replaced it, for whatever else this process may train
+            # DeepSpeed replaced it, for whatever else this process may train.
+            F.linear = self._linear
         super().close()

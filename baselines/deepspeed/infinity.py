@@ -1,8 +1,9 @@
-"""ZeroInfinity: DeepSpeed ZeRO-3 with the optimizer state on a disk, through DeepSpeed's asynchronous IO; weights in host memory.
+"""ZeroInfinity: DeepSpeed ZeRO-3 with the optimizer state on a disk, through DeepSpeed's
+asynchronous IO; weights in host memory.
 
-Invariant: nothing is written or removed before the disk is known to have room; everything lies in one folder of this process,
-which goes with it, and of other folders only those of our dead processes go. Its speed is that of the disk, so every row says
-that there is one.
+Invariant: nothing is written or removed before the disk is known to have room; everything lies in
+one folder of this process, which goes with it, and of other folders only those of our dead
+processes go. Its speed is that of the disk, so every row says that there is one.
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ DISK_BYTES_PER_PARAM = 16
 PREFIX = "zero-infinity-"
 """How the folders' names begin (swap.py)."""
 ARCHITECTURE = re.compile(r"\d+\.\d+(\+PTX)?")
-"""What DeepSpeed's builder (0.19.8, op_builder/builder.py) can read of TORCH_CUDA_ARCH_LIST: not torch's 9.0a, nor its names."""
+"""What DeepSpeed's builder (0.19.8, op_builder/builder.py) can read of TORCH_CUDA_ARCH_LIST: not
+torch's 9.0a, nor its names."""
 FULL_BYTES = 64 << 20
 """A disk with less than this free is what stopped a step."""
 
 
 class ZeroInfinity(Zero3):
-    """ZeRO-Infinity as a `TrainingSystem`. Raises Unsupported where no folder is named or its disk has no room."""
+    """ZeRO-Infinity as a `TrainingSystem`. Raises Unsupported where no folder is named or its disk
+    has no room."""
 
     options_class = InfinityOptions
     options: InfinityOptions
@@ -49,7 +52,8 @@ class ZeroInfinity(Zero3):
         if options.nvme_path is None or not root.is_dir():
             got = "nothing" if options.nvme_path is None else "what is no folder"
             raise Unsupported(
-                f"system.nvme_path: got {got}, allowed a folder on a local disk; make one and give machine.nvme_path=PATH"
+                f"system.nvme_path: got {got}, allowed a folder on a local disk; make one and give "
+                "machine.nvme_path=PATH"
             )
         self.caveat = "optimizer state on a disk, whose speed this is"
         self.root = root.resolve()
@@ -58,10 +62,11 @@ class ZeroInfinity(Zero3):
     def _host_plan(self) -> dict[str, int]:
         """The disk has 16 bytes a parameter beside these.
 
-        moments: those that the first update makes in pageable memory (cpu_adam.py of DeepSpeed 0.19.8)
-        and writes a copy of. Pipelined, they live until the second update has read what replaces them
-        into the buffers (swap_out_optimizer_state of swap_tensor/pipelined_optimizer_swapper.py releases
-        none); else until they are written, one sub-group's at a time.
+        moments: those that the first update makes in pageable memory (cpu_adam.py of DeepSpeed
+        0.19.8) and writes a copy of. Pipelined, they live until the second update has read what
+        replaces them into the buffers (swap_out_optimizer_state of
+        swap_tensor/pipelined_optimizer_swapper.py releases none); else until they are written, one
+        sub-group's at a time.
         """
         options, total = self.options, count_params(self.spec.model).total
         largest = max(sub_groups(self.spec.model, options.sub_group_size))
@@ -89,7 +94,8 @@ class ZeroInfinity(Zero3):
             free = shutil.disk_usage(self.root).free + sum(folder.num_bytes() for folder in folders)
             if needed > free:
                 raise Unsupported(
-                    f"system.nvme_path: the disk has {free:,} bytes free and needs {needed:,}; free some or name another"
+                    f"system.nvme_path: the disk has {free:,} bytes free and needs {needed:,}; "
+                    "free some or name another"
                 )
             for folder in folders:
                 folder.remove()
@@ -110,14 +116,17 @@ class ZeroInfinity(Zero3):
 
     @contextlib.contextmanager
     def _disk(self) -> Iterator[None]:
-        """Whatever fails while the disk is full failed because of it: DeepSpeed's IO says nothing that could be understood."""
+        """Whatever fails while the disk is full failed because of it: DeepSpeed's IO says nothing
+        that could be understood."""
         try:
             yield
         except (OSError, RuntimeError, AssertionError) as error:
             free = shutil.disk_usage(self.root).free
             if free >= FULL_BYTES:
                 raise
-            raise OSError(f"system.nvme_path: the disk is full ({free:,} bytes free); free some") from error
+            raise OSError(
+                f"system.nvme_path: the disk is full ({free:,} bytes free); free some"
+            ) from error
 
     def _unsaved(self) -> str:
         return "what is on the disk"
@@ -136,9 +145,19 @@ def _require_async_io(deepspeed: Any, device: torch.device) -> None:
     from torch.utils.cpp_extension import CUDA_HOME
 
     if device.type == "cuda" and CUDA_HOME is None:
-        raise Unsupported("DeepSpeed's async_io is built with the CUDA toolkit and there is none; install it, or set CUDA_HOME")
+        raise Unsupported(
+            "DeepSpeed's async_io is built with the CUDA toolkit and there is none; install it, "
+            "or set CUDA_HOME"
+        )
     asked = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
-    if device.type == "cuda" and not all(ARCHITECTURE.fullmatch(part) for part in re.split(r"[\s;]+", asked.strip()) if part):
-        raise Unsupported(f"TORCH_CUDA_ARCH_LIST: got {asked}, of which DeepSpeed reads numbers alone; set it to 9.0, for example")
+    parts = [part for part in re.split(r"[\s;]+", asked) if part]
+    if device.type == "cuda" and not all(map(ARCHITECTURE.fullmatch, parts)):
+        raise Unsupported(
+            f"TORCH_CUDA_ARCH_LIST: got {asked}, of which DeepSpeed reads numbers alone; set it to "
+            "9.0, for example"
+        )
     if not deepspeed.ops.op_builder.AsyncIOBuilder().is_compatible(verbose=False):
-        raise Unsupported("libaio is missing and DeepSpeed's async_io is built with it; install libaio-dev (libaio-devel)")
+        raise Unsupported(
+            "libaio is missing and DeepSpeed's async_io is built with it; install libaio-dev "
+            "(libaio-devel)"
+        )

@@ -1,4 +1,5 @@
-"""The options of the DeepSpeed systems, each of which writes DeepSpeed's own configuration of itself.
+"""The options of the DeepSpeed systems, each of which writes DeepSpeed's own configuration of
+itself.
 
 Invariant: every size that DeepSpeed would choose by itself is set here, and is in the cell's hash.
 Sizes are in parameters, as in DeepSpeed's configuration (https://www.deepspeed.ai/docs/config-json,
@@ -19,13 +20,15 @@ from baselines.rival import adamw_settings
 from baselines.system import SystemSpec
 
 ONE_LAYER = -1
-"""The value of `prefetch_bucket_size` that stands for the parameters of the largest decoder layer."""
+"""The value of `prefetch_bucket_size` that stands for the parameters of the largest decoder
+layer."""
 SMALLEST = 0.0
 """The value of `offload_ratio` that stands for the smallest that has room."""
 
 
 def accumulation_dtype(spec: SystemSpec) -> torch.dtype:
-    """One micro-batch has nothing to accumulate: its gradients stay in the compute dtype and save memory."""
+    """One micro-batch has nothing to accumulate: its gradients stay in the compute dtype and save
+    memory."""
     return spec.dtype if spec.shape.num_micro_batches == 1 else torch.float32
 
 
@@ -34,7 +37,8 @@ class DeepSpeedOptions(CommonOptions):
     """Options of every stage."""
 
     pin_memory: bool = True
-    """Pin what is offloaded: copies beside the computation, for host memory rounded up to powers of two. The CPU has none."""
+    """Pin what is offloaded: copies beside the computation, for host memory rounded up to powers of
+    two. The CPU has none."""
     overlap_comm: bool = True
     """Copy gradients to the host beside the backward, through a second bucket."""
     reduce_bucket_size: int = 500_000_000
@@ -82,7 +86,8 @@ class DeepSpeedOptions(CommonOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Zero2Options(DeepSpeedOptions):
-    """Options of `Zero2`: none of ZeRO-3's own, for nothing is fetched and the CPU optimizer takes all parameters at once."""
+    """Options of `Zero2`: none of ZeRO-3's own, for nothing is fetched and the CPU optimizer takes
+    all parameters at once."""
 
     def zero_optimization(self, spec: SystemSpec) -> dict[str, Any]:
         """Stage 2."""
@@ -91,16 +96,19 @@ class Zero2Options(DeepSpeedOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZenFlowOptions(Zero2Options):
-    """Options of `ZenFlow`; shares and intervals are those of its authors' examples (DeepSpeedExamples, DeepSpeed-ZenFlow)."""
+    """Options of `ZenFlow`; shares and intervals are those of its authors' examples
+    (DeepSpeedExamples, DeepSpeed-ZenFlow)."""
 
     topk_share: float = share(0.1, whole=False)
-    """Share of each matrix's columns, those with the largest gradients, that the device updates in every step."""
+    """Share of each matrix's columns, those with the largest gradients, that the device updates in
+    every step."""
     update_interval: int = 4
     """Steps whose gradients are gathered for one update of all the other columns, on the CPU."""
     select_interval: int = at_least(0, 0)
     """Steps between two choices of the columns; 0 chooses them once, in the first step."""
     cpu_share: float = share(0.5, whole=False)
-    """Share of the cores that the process of the CPU optimizer runs on; the training process keeps the others."""
+    """Share of the cores that the process of the CPU optimizer runs on; the training process keeps
+    the others."""
 
     def config(self, spec: SystemSpec) -> dict[str, Any]:
         """DeepSpeed's configuration with the settings that its second optimizer is made with."""
@@ -127,11 +135,14 @@ class Zero3Options(DeepSpeedOptions):
     """Options of `Zero3`."""
 
     offload_param: bool = True
-    """Weights in host memory; false keeps them on the device alone, where the CPU's updates arrive through pageable memory."""
+    """Weights in host memory; false keeps them on the device alone, where the CPU's updates arrive
+    through pageable memory."""
     prefetch_bucket_size: int = at_least(ONE_LAYER, ONE_LAYER)
-    """Parameters fetched ahead of use, never beyond max_live_parameters: 0 none, -1 as many as one decoder layer has."""
+    """Parameters fetched ahead of use, never beyond max_live_parameters: 0 none, -1 as many as one
+    decoder layer has."""
     param_persistence_threshold: int = at_least(0, 100_000)
-    """Parameters up to this size stay on the device and are fetched once a step, after the update: the norms and biases."""
+    """Parameters up to this size stay on the device and are fetched once a step, after the update:
+    the norms and biases."""
     max_live_parameters: int = 1_000_000_000
     """Parameters on the device at a time, before the module in use asks for its own."""
     max_reuse_distance: int = at_least(0, 1_000_000_000)
@@ -139,15 +150,18 @@ class Zero3Options(DeepSpeedOptions):
     sub_group_size: int = 1_000_000_000
     """Parameters that the CPU optimizer takes at a time."""
     offload_ratio: float = share(1.0, chosen=True)
-    """Share of the sub-groups that the CPU updates; state of the others stays on the device and is updated there (Twin-Flow). 0 is
-    the smallest share with which the plan has room on the device."""
+    """Share of the sub-groups that the CPU updates; state of the others stays on the device and is
+    updated there (Twin-Flow). 0 is the smallest share with which the plan has room on the
+    device."""
 
     def zero_optimization(self, spec: SystemSpec) -> dict[str, Any]:
         """Stage 3, with Twin-Flow's ratio where not all of the optimizer is offloaded."""
         ahead = self.prefetch_bucket_size
         zero = super().zero_optimization(spec) | {
             "stage": 3,
-            "stage3_prefetch_bucket_size": count_params(spec.model).largest_layer if ahead == ONE_LAYER else ahead,
+            "stage3_prefetch_bucket_size": count_params(spec.model).largest_layer
+            if ahead == ONE_LAYER
+            else ahead,
             "stage3_param_persistence_threshold": self.param_persistence_threshold,
             "stage3_max_live_parameters": self.max_live_parameters,
             "stage3_max_reuse_distance": self.max_reuse_distance,
@@ -164,16 +178,19 @@ class Zero3Options(DeepSpeedOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SuperOffloadOptions(Zero3Options):
-    """Options of `SuperOffload`: sizes of its authors' examples (DeepSpeedExamples), the rest for a GPU on PCIe."""
+    """Options of `SuperOffload`: sizes of its authors' examples (DeepSpeedExamples), the rest for a
+    GPU on PCIe."""
 
     overlap_comm: bool = False
     reduce_bucket_size: int = 400_000_000
     param_persistence_threshold: int = at_least(0, 1_000_000_000_000)
     sub_group_size: int = 400_000_000
     cpu_share: float = share(0.75, whole=False)
-    """Share of the cores that the process of the optimizer runs on; the training process keeps the others."""
+    """Share of the cores that the process of the optimizer runs on; the training process keeps the
+    others."""
     clip: bool = False
-    """Clip as the recipe asks, exactly: then no update starts before the backward is over. False trains without clipping."""
+    """Clip as the recipe asks, exactly: then no update starts before the backward is over. False
+    trains without clipping."""
 
     def zero_optimization(self, spec: SystemSpec) -> dict[str, Any]:
         """Stage 3 whose optimizer runs in a process of its own."""
@@ -194,9 +211,11 @@ class InfinityOptions(Zero3Options):
     nvme_path: str | None = text("the path of a folder")
     """Folder on a local disk that the optimizer state is written to: 16 bytes a parameter."""
     pipeline: bool = True
-    """Read the next sub-group and write the last beside the update of one; three are in memory then."""
+    """Read the next sub-group and write the last beside the update of one; three are in memory
+    then."""
     buffer_count: int = at_least(4, 12)
-    """Pinned buffers of one sub-group's fp32 each: master, two moments and gradients take four, of every sub-group in memory."""
+    """Pinned buffers of one sub-group's fp32 each: master, two moments and gradients take four, of
+    every sub-group in memory."""
     io_block_size: int = 1 << 20
     """Bytes of one request to the disk."""
     io_queue_depth: int = 32
@@ -207,8 +226,9 @@ class InfinityOptions(Zero3Options):
     def __post_init__(self) -> None:
         if self.pipeline and self.buffer_count < 12:
             raise ValueError(
-                f"system.buffer_count: got {self.buffer_count}, allowed an integer >= 12 where system.pipeline has three "
-                "sub-groups in memory; raise it or set system.pipeline=false"
+                f"system.buffer_count: got {self.buffer_count}, allowed an integer >= 12 where "
+                "system.pipeline has three sub-groups in memory; raise it or set "
+                "system.pipeline=false"
             )
 
     def within(self, folder: Path) -> InfinityOptions:

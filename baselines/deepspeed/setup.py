@@ -1,6 +1,8 @@
-"""What DeepSpeed needs before it can be used here: itself, a compiler, ninja, a cache, its accelerator's name.
+"""What DeepSpeed needs before it can be used here: itself, a compiler, ninja, a cache, its
+accelerator's name.
 
-Invariant: importing this module imports no DeepSpeed; what is missing is told in one line, before anything is allocated.
+Invariant: importing this module imports no DeepSpeed; what is missing is told in one line, before
+anything is allocated.
 """
 
 from __future__ import annotations
@@ -30,17 +32,25 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def require_deepspeed() -> None:
-    """Unsupported, in one line, where DeepSpeed is missing or too old or its CPU optimizer cannot be built."""
+    """Unsupported, in one line, where DeepSpeed is missing or too old or its CPU optimizer cannot
+    be built."""
     if importlib.util.find_spec("deepspeed") is None:
         raise Unsupported("deepspeed is not installed; pip install 'deepspeed>=0.19.8'")
     version = importlib.metadata.version("deepspeed")
     if tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < MIN_VERSION:
-        raise Unsupported(f"deepspeed {version} blocks on every gradient copy; pip install 'deepspeed>=0.19.8'")
+        raise Unsupported(
+            f"deepspeed {version} blocks on every gradient copy; pip install 'deepspeed>=0.19.8'"
+        )
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
-        raise Unsupported(f"{compiler} is missing and DeepSpeedCPUAdam is built on first use; install a C++ compiler (g++)")
+        raise Unsupported(
+            f"{compiler} is missing and DeepSpeedCPUAdam is built on first use; install a C++ "
+            "compiler (g++)"
+        )
     if _ninja_directory() is None:
-        raise Unsupported("ninja is missing and DeepSpeedCPUAdam is built on first use; pip install ninja")
+        raise Unsupported(
+            "ninja is missing and DeepSpeedCPUAdam is built on first use; pip install ninja"
+        )
 
 
 def require_shared_memory(num_bytes: int, name: str) -> None:
@@ -49,8 +59,8 @@ def require_shared_memory(num_bytes: int, name: str) -> None:
     free = disk.f_bavail * disk.f_frsize
     if num_bytes > free:
         raise Unsupported(
-            f"{name} shares {num_bytes:,} bytes between two processes and {SHARED_MEMORY} has {free:,} free; enlarge it "
-            "(docker run --shm-size, or mount -o remount,size=)"
+            f"{name} shares {num_bytes:,} bytes between two processes and {SHARED_MEMORY} has "
+            f"{free:,} free; enlarge it (docker run --shm-size, or mount -o remount,size=)"
         )
 
 
@@ -68,8 +78,9 @@ def _ninja_directory() -> str | None:
 def sole_builder() -> Iterator[None]:
     """While it lasts no other process builds DeepSpeed's operators, after `import_deepspeed`.
 
-    torch's own lock is a file that outlives a killed builder, and the next process waits for it forever. This one dies with its
-    holder and the ninja that the holder started, so a file of torch's that is there under it is a dead process's.
+    torch's own lock is a file that outlives a killed builder, and the next process waits for it
+    forever. This one dies with its holder and the ninja that the holder started, so a file of
+    torch's that is there under it is a dead process's.
     """
     cache = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     cache.mkdir(parents=True, exist_ok=True)
@@ -85,8 +96,8 @@ def sole_builder() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_stdin(file: IO[str]) -> Iterator[None]:
-    """While it lasts `file` is the standard input of this process, and so of those that it starts: no other file reaches them
-    through torch's own subprocess.run."""
+    """While it lasts `file` is the standard input of this process, and so of those that it starts:
+    no other file reaches them through torch's own subprocess.run."""
     own = os.dup(0)
     os.dup2(file.fileno(), 0)
     try:
@@ -97,13 +108,16 @@ def _as_stdin(file: IO[str]) -> Iterator[None]:
 
 
 def setup_phase() -> str:
-    """What setting up is, in words: building DeepSpeed's operators first where that has not been done."""
+    """What setting up is, in words: building DeepSpeed's operators first where that has not been
+    done."""
     cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache_directory() / "torch_extensions")
-    return "setup" if any(cache.rglob("cpu_adam*.so")) else "setup, building DeepSpeed's operators first (minutes, once)"
+    built = any(cache.rglob("cpu_adam*.so"))
+    return "setup" if built else "setup, building DeepSpeed's operators first (minutes, once)"
 
 
 def import_deepspeed(device: torch.device) -> Any:
-    """Import DeepSpeed quietly, for `device`, with a fixed cache for the operators that it builds."""
+    """Import DeepSpeed quietly, for `device`, with a fixed cache for the operators that it
+    builds."""
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache_directory() / "torch_extensions"))
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"

@@ -23,15 +23,16 @@ class Zero2(DeepSpeed):
     options: Zero2Options
 
     def _accumulated(self) -> tuple[int, int]:
-        """Bytes on device and host that several micro-batches accumulate in: fp32 on the device, or, where that is the compute
-        dtype, on the host."""
+        """Bytes on device and host that several micro-batches accumulate in: fp32 on the device,
+        or, where that is the compute dtype, on the host."""
         total, itemsize = count_params(self.spec.model).total, self.spec.dtype.itemsize
         if self.spec.shape.num_micro_batches == 1:
             return 0, 0
         return (4 * total, 0) if itemsize < 4 else (0, itemsize * total)
 
     def _device_plan(self) -> dict[str, int]:
-        """Buckets are whole whatever the model; the largest gradient has a buffer of its own and may stand beside it."""
+        """Buckets are whole whatever the model; the largest gradient has a buffer of its own and
+        may stand beside it."""
         spec, count = self.spec, count_params(self.spec.model)
         weights = spec.dtype.itemsize * count.total
         buckets = self.options.bucket_params() + 2 * count.largest
@@ -40,7 +41,8 @@ class Zero2(DeepSpeed):
             "gradients": spec.dtype.itemsize * buckets + self._accumulated()[0],
             **footprint.activation_bytes(spec, self.options),
         }
-        # The weights stand twice while they are made one flat tensor, and again while the master is made of it.
+        # The weights stand twice while they are made one flat tensor, and again while the master is
+        # made of it.
         device["setup"] = max(0, 2 * weights - sum(device.values()))
         return device
 

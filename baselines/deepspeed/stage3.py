@@ -1,10 +1,11 @@
-"""Zero3: DeepSpeed's ZeRO-3 with parameters and optimizer state in pinned host memory, or a share of them (Twin-Flow).
+"""Zero3: DeepSpeed's ZeRO-3 with parameters and optimizer state in pinned host memory, or a share
+of them (Twin-Flow).
 
 Invariant: the plan is what DeepSpeed 0.19.8 allocates, sub-group by sub-group.
 
-Compiled, the decoder layers are DeepSpeed's leaf modules: hooks hang on the layer and on none of its
-submodules, where they would break the graph (`torch.compiler.disable`), so a layer is fetched and
-released whole around one compiled call.
+Compiled, the decoder layers are DeepSpeed's leaf modules: hooks hang on the layer and on none of
+its submodules, where they would break the graph (`torch.compiler.disable`), so a layer is fetched
+and released whole around one compiled call.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from baselines.system import ModelSpec, SystemSpec
 
 
 def sub_groups(model: ModelSpec, sub_group_size: int) -> list[int]:
-    """Parameters of each of ZeRO-3's sub-groups, in order: one is closed when it has reached `sub_group_size`."""
+    """Parameters of each of ZeRO-3's sub-groups, in order: one is closed when it has reached
+    `sub_group_size`."""
     sizes = footprint.parameter_sizes(model)
     groups = [0]
     for size in sizes:
@@ -33,17 +35,20 @@ def sub_groups(model: ModelSpec, sub_group_size: int) -> list[int]:
 
 
 def on_device(groups: Sequence[int], offload_ratio: float) -> list[int]:
-    """The sub-groups that are not offloaded: the first, in number and not in size (as stage3.py counts them)."""
+    """The sub-groups that are not offloaded: the first, in number and not in size (as stage3.py
+    counts them)."""
     return list(groups[: int((1 - offload_ratio) * len(groups))])
 
 
 def state_on_device(groups: Sequence[int]) -> int:
-    """Device bytes of these sub-groups' master, moments and fp32 gradients, and of what its AdamW takes at a time."""
+    """Device bytes of these sub-groups' master, moments and fp32 gradients, and of what its AdamW
+    takes at a time."""
     return 16 * sum(groups) + 4 * max(groups, default=0)
 
 
 def smallest_ratio(groups: Sequence[int], room: int) -> float:
-    """The ratio that leaves as many sub-groups on the device as have `room` (bytes), but not the last."""
+    """The ratio that leaves as many sub-groups on the device as have `room` (bytes), but not the
+    last."""
     counts = range(1, len(groups))
     kept = max((n for n in counts if state_on_device(groups[:n]) <= room), default=0)
     # Between two numbers of sub-groups, for `on_device` rounds down.
@@ -62,7 +67,8 @@ class Zero3(DeepSpeed):
             self.options = self._with_smallest_ratio()
 
     def _device_plan(self) -> dict[str, int]:
-        """An upper estimate: live weights, buckets, activations, state that is not offloaded, and the peak of setting up."""
+        """An upper estimate: live weights, buckets, activations, state that is not offloaded, and
+        the peak of setting up."""
         count, options = count_params(self.spec.model), self.options
         total, itemsize = count.total, self.spec.dtype.itemsize
         # Live weights: what stays, what is in use, what is kept for reuse, what is fetched ahead.
@@ -70,8 +76,8 @@ class Zero3(DeepSpeed):
         persistent = sum(size for size in sizes if size <= options.param_persistence_threshold)
         in_use = max(options.max_live_parameters, count.largest) + count.largest_layer
         fetched = min(total, persistent + in_use)
-        # The bucket, a second one where copies overlap, the outer gradients beside them; leaf modules
-        # hand over whole layers.
+        # The bucket, a second one where copies overlap, the outer gradients beside them; leaf
+        # modules hand over whole layers.
         gradients = options.bucket_params() + count.largest
         gradients += count.largest_layer if options.compile else 0
         device = {
@@ -81,15 +87,16 @@ class Zero3(DeepSpeed):
         }
         if groups := self._groups_on_device():
             device["optimizer"] = state_on_device(groups)
-        # deepspeed.initialize moves the whole module to the device before it takes it apart: the peak
-        # of a large model.
+        # deepspeed.initialize moves the whole module to the device before it takes it apart: the
+        # peak of a large model.
         device["setup"] = max(0, itemsize * total - sum(device.values()))
         return device
 
     def _host_plan(self) -> dict[str, int]:
         """Within 5% of what was measured from 0.5B to 14B, where it is 24 to 29 bytes a parameter.
 
-        Master and moments are pageable; weights, fp32 gradients and accumulated ones are pinned, see `_pinned_bytes`.
+        Master and moments are pageable; weights, fp32 gradients and accumulated ones are pinned,
+        see `_pinned_bytes`.
         """
         total = count_params(self.spec.model).total
         offloaded = total - sum(self._groups_on_device())
@@ -104,17 +111,19 @@ class Zero3(DeepSpeed):
         return host
 
     def _pinned_bytes(self) -> int:
-        """Bytes of torch's pinned blocks when setup is over, freed ones too; 0 where nothing is pinned.
+        """Bytes of torch's pinned blocks when setup is over, freed ones too; 0 where nothing is
+        pinned.
 
-        partition_parameters.py and stage3.py of DeepSpeed 0.19.8 ask for them: each weight by itself, one
-        flat block that they move to, the fp32 gradients of each sub-group, the gradients that are
-        accumulated. The weights' first blocks stay cached.
+        partition_parameters.py and stage3.py of DeepSpeed 0.19.8 ask for them: each weight by
+        itself, one flat block that they move to, the fp32 gradients of each sub-group, the
+        gradients that are accumulated. The weights' first blocks stay cached.
         """
         options, spec = self.options, self.spec
         if not options.pins(spec):
             return 0
         blocks = self._weight_blocks()
-        groups, num_kept = sub_groups(spec.model, options.sub_group_size), len(self._groups_on_device())
+        groups = sub_groups(spec.model, options.sub_group_size)
+        num_kept = len(self._groups_on_device())
         for index, group in enumerate(groups):
             blocks.take(4 * group)
             if index < num_kept:  # pinned all the same, and then copied to the device
@@ -123,7 +132,8 @@ class Zero3(DeepSpeed):
         return blocks.num_bytes
 
     def _weight_blocks(self) -> footprint.PinnedBlocks:
-        """What is pinned when the offloaded weights are in their flat block: those that held them one by one, too."""
+        """What is pinned when the offloaded weights are in their flat block: those that held them
+        one by one, too."""
         blocks, spec, options = footprint.PinnedBlocks(), self.spec, self.options
         sizes = footprint.parameter_sizes(spec.model) if options.offload_param else []
         weights = [spec.dtype.itemsize * size for size in sizes]
@@ -143,7 +153,8 @@ class Zero3(DeepSpeed):
     def _with_smallest_ratio(self) -> Zero3Options:
         """The options with the smallest offload_ratio whose plan has room on the device.
 
-        Where none has room, all of the state is on the host. Where keep_activations is to be chosen too, activations get what the optimizer's state leaves.
+        Where none has room, all of the state is on the host. Where keep_activations is to be chosen
+        too, activations get what the optimizer's state leaves.
         """
         groups = sub_groups(self.spec.model, self.options.sub_group_size)
         self.options = dataclasses.replace(self.options, offload_ratio=1.0)
@@ -151,7 +162,8 @@ class Zero3(DeepSpeed):
         return dataclasses.replace(self.options, offload_ratio=smallest_ratio(groups, room))
 
     def _unsaved(self) -> str | None:
-        return "the moments that offload_ratio keeps on the device" if self._groups_on_device() else None
+        kept = self._groups_on_device()
+        return "the moments that offload_ratio keeps on the device" if kept else None
 
     def _prepare(self, deepspeed: Any, loss: CausalLMLoss) -> None:
         if self.options.compile:

@@ -1,8 +1,10 @@
-"""SuperOffload: DeepSpeed's ZeRO-3 whose optimizer runs in a process of its own, a sub-group at a time, while the backward goes on.
+"""SuperOffload: DeepSpeed's ZeRO-3 whose optimizer runs in a process of its own, a sub-group at a
+time, while the backward goes on.
 
-Invariant: what differs from ZeRO-3 is said and not hidden. Updates that start before the gradients are all there cannot know the
-global norm: unless `clip` gives that overlap up, nothing is clipped, and where the recipe asks for it the row carries a caveat.
-The optimizer's process shares masters and gradients through /dev/shm; what they need there is checked before anything is allocated.
+Invariant: what differs from ZeRO-3 is said and not hidden. Updates that start before the gradients
+are all there cannot know the global norm: unless `clip` gives that overlap up, nothing is clipped,
+and where the recipe asks for it the row carries a caveat. The optimizer's process shares masters
+and gradients through /dev/shm; what they need there is checked before anything is allocated.
 """
 
 from __future__ import annotations
@@ -34,14 +36,17 @@ class SuperOffload(Zero3):
         if not self.options.clip_norm(spec):
             self._outcome = "updates were made"  # while the backward went on
             if spec.recipe.clip_norm > 0:
-                self.caveat = f"no clipping, where the recipe clips at {spec.recipe.clip_norm:g} (system.clip=true clips)"
+                self.caveat = (
+                    f"no clipping, where the recipe clips at {spec.recipe.clip_norm:g} "
+                    "(system.clip=true clips)"
+                )
         self._cores = os.sched_getaffinity(0)
 
     def _host_plan(self) -> dict[str, int]:
         """What DeepSpeed 0.19.8 allocates in both processes.
 
-        Masters and fp32 gradients are shared from their first update on. The pinned gradients that they
-        replace stay in torch's cache, as do the weights' first blocks (`_pinned_bytes`). The
+        Masters and fp32 gradients are shared from their first update on. The pinned gradients that
+        they replace stay in torch's cache, as do the weights' first blocks (`_pinned_bytes`). The
         optimizer's process, one more, has one pinned buffer.
         """
         options, total = self.options, count_params(self.spec.model).total
@@ -58,11 +63,13 @@ class SuperOffload(Zero3):
             "other": footprint.process_bytes(self.spec.device, 2),
         }
         if options.pin_memory:
-            host["staging"] += pinned_rounding(buffer) + self._pinned_bytes() - weights - accumulated
+            host["staging"] += pinned_rounding(buffer)
+            host["staging"] += self._pinned_bytes() - weights - accumulated
         return host
 
     def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Set up ZeRO-3 and start the optimizer's process. Unsupported where shared memory is too small."""
+        """Set up ZeRO-3 and start the optimizer's process. Unsupported where shared memory is too
+        small."""
         offloaded = count_params(self.spec.model).total - sum(self._groups_on_device())
         require_shared_memory(8 * offloaded, "SuperOffload")
         super().setup(weights)

@@ -1,8 +1,9 @@
-"""Folders of ours on a disk that others share, made by a process that holds their lock while it lives.
+"""Folders of ours on a disk that others share, made by a process that holds their lock while it
+lives.
 
-Invariant: a folder goes only if it holds our marker, the marker is this user's, and its lock could be
-taken. A lock is the file's own, so it is seen from other containers on the disk too, where the numbers
-of processes mean nothing.
+Invariant: a folder goes only if it holds our marker, the marker is this user's, and its lock could
+be taken. A lock is the file's own, so it is seen from other containers on the disk too, where the
+numbers of processes mean nothing.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class SwapFolder:
 
 @contextlib.contextmanager
 def left_behind(root: Path, prefix: str) -> Iterator[list[SwapFolder]]:
-    """The folders in `root` that dead processes left, held as long as this lasts, to be removed or not."""
+    """The folders in `root` that dead processes left, held as long as this lasts, to be removed or
+    not."""
     found = [one for path in sorted(root.glob(f"{prefix}*")) if (one := SwapFolder.taken(path))]
     try:
         yield found

@@ -1,11 +1,13 @@
-"""ZenFlow: DeepSpeed's ZeRO-2 that updates a few columns of every matrix at once on the device, and the others late, on the CPU.
+"""ZenFlow: DeepSpeed's ZeRO-2 that updates a few columns of every matrix at once on the device, and
+the others late, on the CPU.
 
-Invariant: this is another algorithm, and every row of it says so. The chosen columns are updated in the compute dtype and without
-clipping; the others get, once in `update_interval` steps, one update from the gradients gathered over them, which a process of its
-own computes beside as many further steps. Weights are therefore up to twice the interval behind their gradients.
+Invariant: this is another algorithm, and every row of it says so. The chosen columns are updated in
+the compute dtype and without clipping; the others get, once in `update_interval` steps, one update
+from the gradients gathered over them, which a process of its own computes beside as many further
+steps. Weights are therefore up to twice the interval behind their gradients.
 
-DeepSpeed 0.19.8 lays the matrices out by columns for it and then reads them by rows, which trains a model whose weights are
-shuffled; `_by_columns` reads them as they lie.
+DeepSpeed 0.19.8 lays the matrices out by columns for it and then reads them by rows, which trains a
+model whose weights are shuffled; `_by_columns` reads them as they lie.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ from engine import Batch, dtype_name, pinned_rounding
 
 
 class ZenFlow(Zero2):
-    """DeepSpeed ZenFlow, stage 2 with overlapped steps, as a `TrainingSystem`; one micro-batch a step.
+    """DeepSpeed ZenFlow, stage 2 with overlapped steps, as a `TrainingSystem`; one micro-batch a
+    step.
 
-    `drain` waits for the device alone: the CPU's update goes on, as between any two steps, and is waited
-    for where it is applied.
+    `drain` waits for the device alone: the CPU's update goes on, as between any two steps, and is
+    waited for where it is applied.
     """
 
     options_class = ZenFlowOptions
@@ -40,13 +43,14 @@ class ZenFlow(Zero2):
         super().__init__(spec)
         if spec.shape.num_micro_batches > 1:
             raise Unsupported(
-                f"ZenFlow counts micro-batches as steps of its update interval: shape.num_micro_batches is "
-                f"{spec.shape.num_micro_batches}, use 1"
+                "ZenFlow counts micro-batches as steps of its update interval: "
+                f"shape.num_micro_batches is {spec.shape.num_micro_batches}, use 1"
             )
         options = self.options
         self.caveat = (
-            f"bounded staleness: a step updates {options.topk_share:.0%} of the columns, in {dtype_name(spec.dtype)} and without "
-            f"clipping; the others follow every {options.update_interval} steps, up to {2 * options.update_interval} late"
+            f"bounded staleness: a step updates {options.topk_share:.0%} of the columns, in "
+            f"{dtype_name(spec.dtype)} and without clipping; the others follow every "
+            f"{options.update_interval} steps, up to {2 * options.update_interval} late"
         )
         self._outcome = "updates were made"
         self._cores, self._threads = os.sched_getaffinity(0), os.environ.get("OMP_NUM_THREADS")
@@ -54,30 +58,33 @@ class ZenFlow(Zero2):
     def _device_plan(self) -> dict[str, int]:
         """ZeRO-2's and the chosen columns.
 
-        utils/tensor_fragment.py of DeepSpeed 0.19.8 flattens every weight: those that lie by columns are
-        copied, and stay so.
+        utils/tensor_fragment.py of DeepSpeed 0.19.8 flattens every weight: those that lie by
+        columns are copied, and stay so.
         """
         total, itemsize = count_params(self.spec.model).total, self.spec.dtype.itemsize
         device = {**super()._device_plan(), "weights": 2 * itemsize * total, "setup": 0}
         # Gradient, moments and the values kept from before an update, of the chosen columns.
         device["optimizer"] = round(4 * itemsize * self.options.topk_share * total)
-        # Weights stand three times while zenflow_utils.py transposes them and makes them one flat tensor.
+        # Weights stand three times while zenflow_utils.py transposes them and makes them one flat
+        # tensor.
         device["setup"] = max(0, 3 * itemsize * total - sum(device.values()))
         return device
 
     def _host_plan(self) -> dict[str, int]:
         """ZeRO-2's and what the optimizer's process holds or shares, by DeepSpeed 0.19.8.
 
-        zenflow_utils.py shares, in fp32, the master, the copy that is handed over and two gradients (one
-        fills while the other is used); the pinned master and gradient that these replace stay in torch's
-        cache. Its process has two of each moment. stage_1_and_2.py gathers the interval's gradients in a
-        pinned block for each parameter (async_accumulate_grad_in_cpu_via_gpu). Weights that are handed
-        over are cast in pageable memory, for torch's `copy_` to a device converts on the host
-        (wait_last_update_and_copy).
+        zenflow_utils.py shares, in fp32, the master, the copy that is handed over and two gradients
+        (one fills while the other is used); the pinned master and gradient that these replace stay
+        in torch's cache. Its process has two of each moment. stage_1_and_2.py gathers the
+        interval's gradients in a pinned block for each parameter
+        (async_accumulate_grad_in_cpu_via_gpu). Weights that are handed over are cast in pageable
+        memory, for torch's `copy_` to a device converts on the host (wait_last_update_and_copy).
         """
         total, itemsize = count_params(self.spec.model).total, self.spec.dtype.itemsize
-        sizes = footprint.parameter_sizes(self.spec.model) if self.options.update_interval > 1 else []
-        gathered = [itemsize * size for size in sizes]
+        gathered: list[int] = []
+        if self.options.update_interval > 1:
+            sizes = footprint.parameter_sizes(self.spec.model)
+            gathered = [itemsize * size for size in sizes]
         host = super()._host_plan() | {
             "master": 8 * total,
             "moments": 16 * total,
@@ -104,7 +111,8 @@ class ZenFlow(Zero2):
         super().setup(weights)
 
     def _optimizer(self, deepspeed: Any) -> dict[str, Any]:
-        """DeepSpeed makes both optimizers from its configuration; the operator is built before, where others wait for it."""
+        """DeepSpeed makes both optimizers from its configuration; the operator is built before,
+        where others wait for it."""
         from deepspeed.runtime.zenflow.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 
         ZenFlowZeroOptimizer._update_model_bit16_weights = _by_columns
@@ -126,7 +134,8 @@ class ZenFlow(Zero2):
         return loss.detach()
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, the weight as it is trained with), one at a time: the chosen columns have no fp32 master."""
+        """(name, the weight as it is trained with), one at a time: the chosen columns have no fp32
+        master."""
         for name, param in self._named:
             yield name, param.detach().to("cpu", torch.float32, copy=True)
 
@@ -135,7 +144,8 @@ class ZenFlow(Zero2):
 
     def close(self) -> None:
         """End the optimizer's process and give this one its cores back; idempotent."""
-        process = getattr(self._engine.optimizer, "process", None) if self._engine is not None else None
+        optimizer = None if self._engine is None else self._engine.optimizer
+        process = getattr(optimizer, "process", None)
         if process is not None:
             process.terminate()
             process.join()
@@ -147,12 +157,19 @@ class ZenFlow(Zero2):
 
 
 def _by_columns(optimizer: Any, group: int) -> None:
-    """Stands for DeepSpeed's `_update_model_bit16_weights`: each weight as a view of the flat buffer that ZenFlow made of them."""
+    """Stands for DeepSpeed's `_update_model_bit16_weights`: each weight as a view of the flat
+    buffer that ZenFlow made of them."""
     flat, weights = optimizer.bit16_groups_flat[group], optimizer.round_robin_bit16_groups[group]
     for weight, meta, offset in zip(
-        weights, optimizer.round_robin_bit16_meta[group], optimizer.round_robin_bit16_offsets[group], strict=True
+        weights,
+        optimizer.round_robin_bit16_meta[group],
+        optimizer.round_robin_bit16_offsets[group],
+        strict=True,
     ):
         piece = flat.narrow(0, offset, meta.numel())
-        weight.data = piece.view(meta.shape[::-1]).t() if len(meta.shape) == 2 else piece.view(meta.shape)
-    for weight, index in zip(optimizer.bit16_groups[group], optimizer.round_robin_bit16_indices[group], strict=True):
+        by_columns = len(meta.shape) == 2
+        weight.data = piece.view(meta.shape[::-1]).t() if by_columns else piece.view(meta.shape)
+    for weight, index in zip(
+        optimizer.bit16_groups[group], optimizer.round_robin_bit16_indices[group], strict=True
+    ):
         weight.data = weights[index].data
