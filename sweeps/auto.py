@@ -81,7 +81,8 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     require("", plain, ("machine", "measure", "model", "process", "recipe"))
     require("machine.", plain["machine"], ("device",))
     require("model.", plain["model"], ())
-    plain["system"] = label(plain.get("system"))
+    if "system" in plain:
+        plain["system"] = label(plain["system"])
     if plain["machine"]["device"] == "auto":
         plain["machine"]["device"] = device()
     if plain["machine"]["device"] == "cuda" and device() != "cuda":

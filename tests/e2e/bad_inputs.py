@@ -251,7 +251,7 @@ TABLE = {
         process.numactl=--bogus => process.numactl: got '--bogus'
         process.numactl=7 => process.numactl: got 7
         # fields that stand elsewhere now
-        system.numactl=--interleave=all => system.numactl: got '--interleave=all', allowed under another name; give process.numactl
+        system.numactl=--localalloc => system.numactl: got '--localalloc', allowed under another name; give process.numactl
         +system.num_threads=4 => system.num_threads: got 4, allowed under another name; give process.omp_num_threads
         measure.timeout_s=60 => measure.timeout_s: got '60', allowed under another name; give process.timeout_s
         +system.nvme_path=7 system=zero_infinity => system.nvme_path: got 7, allowed under another name; give machine.nvme_path
