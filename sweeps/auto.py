@@ -81,8 +81,10 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     require("", plain, ("machine", "measure", "model", "process", "recipe"))
     require("machine.", plain["machine"], ("device",))
     require("model.", plain["model"], ())
-    if "system" in plain:
+    if plain.get("system"):
         plain["system"] = label(plain["system"])
+    else:  # ~system, of which the mode is left
+        plain.pop("system", None)
     if plain["machine"]["device"] == "auto":
         plain["machine"]["device"] = device()
     if plain["machine"]["device"] == "cuda" and device() != "cuda":

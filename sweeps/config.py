@@ -229,8 +229,8 @@ def cell_from(recorded: Mapping[str, Any]) -> Cell:
     """
     config = current(recorded)
     _check_groups(config)
-    _refuse_old_names(config)
     system = dict(config["system"])
+    _refuse_old_names(system)
     name, dtype = str(system.pop("name", None)), str(system.pop("dtype", None))
     implementation = system.pop(IMPLEMENTATION, None)
     require_known(name, implementation)
@@ -303,17 +303,20 @@ def _shape(config: Mapping[str, Any], num_micro_batches: int) -> Shape:
     return replace(shape, num_micro_batches=num_micro_batches)
 
 
-def _refuse_old_names(config: Mapping[str, Any]) -> None:
-    """ValueError, one line, for a field that has another name now, or is gone."""
-    for old, new in MOVED.items():
-        group, name = old.split(".")
-        if isinstance(config[group], Mapping) and name in config[group]:
-            got = config[group][name]
-            raise ValueError(f"{old}: got {got!r}, allowed under another name; give {new}")
-    for name, value in RETIRED.get(str(config["system"].get("name")), {}).items():
-        if name in config["system"]:
-            got = config["system"][name]
-            raise ValueError(f"system.{name}: got {got!r}, allowed nothing, for it always was {value}; leave it out")
+def _refuse_old_names(system: Mapping[str, Any]) -> None:
+    """ValueError, one line, for a knob of a system that has another name now, or is gone."""
+    gone = RETIRED.get(str(system.get("name")), {})
+    for name, value in system.items():
+        _refuse_moved(f"system.{name}", value)
+        if name in gone:
+            allowed = f"nothing, for it always was {gone[name]}"
+            raise ValueError(f"system.{name}: got {value!r}, allowed {allowed}; leave it out")
+
+
+def _refuse_moved(path: str, value: Any) -> None:
+    if path in MOVED:
+        new = MOVED[path]
+        raise ValueError(f"{path}: got {value!r}, allowed under another name; give {new}")
 
 
 @lru_cache
@@ -402,6 +405,7 @@ def build_group(kind: type[T], group: str, config: Mapping[str, Any]) -> T:
     known = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
     for name, value in values.items():
         if name not in known:
+            _refuse_moved(f"{group}.{name}", value)
             raise ValueError(f"{group}.{name}: got {value!r}, allowed fields {', '.join(known)}; remove it or correct its name")
         typed = _TYPES.get(str(known[name].type).split(" |")[0], object)
         values[name] = _typed(f"{group}.{name}", value, typed)
