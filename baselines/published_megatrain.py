@@ -25,7 +25,15 @@ from baselines.model import config_of, count_params, materialise
 from baselines.options import text
 from baselines.rival import Rival, adamw_settings, raise_unless_finite, require_cuda
 from baselines.system import SystemSpec, Unsupported
-from engine import IGNORE_INDEX, Batch, Plan, Widths, dtype_name, layer_activation_bytes, pinned_rounding
+from engine import (
+    IGNORE_INDEX,
+    Batch,
+    Plan,
+    Widths,
+    dtype_name,
+    layer_activation_bytes,
+    pinned_rounding,
+)
 
 PACKAGE = "infinity"
 """What the authors' package is called."""
