@@ -214,7 +214,7 @@ def _checked(checkout: str | None) -> Path:
     )
     path = Path(checkout or "").expanduser().resolve()
     if checkout is None or not (path / PACKAGE / "model" / "cpu_master.py").is_file():
-        raise Unsupported(f"system.checkout: got {checkout or 'nothing'}, {allowed}")
+        raise Unsupported(f"machine.checkout: got {checkout or 'nothing'}, {allowed}")
     return path
 
 
@@ -233,7 +233,7 @@ def _imported(checkout: Path) -> Any:
     found = Path(package.__file__ or "").resolve()
     if checkout not in found.parents:
         raise Unsupported(
-            f"system.checkout: got {checkout}, but a package {PACKAGE} of {found.parent.parent} "
+            f"machine.checkout: got {checkout}, but a package {PACKAGE} of {found.parent.parent} "
             "was imported before"
         )
     return package

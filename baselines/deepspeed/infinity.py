@@ -52,7 +52,7 @@ class ZeroInfinity(Zero3):
         if options.nvme_path is None or not root.is_dir():
             got = "nothing" if options.nvme_path is None else "what is no folder"
             raise Unsupported(
-                f"system.nvme_path: got {got}, allowed a folder on a local disk; make one and give "
+                f"machine.nvme_path: got {got}, allowed a folder on a local disk; make one and give "
                 "machine.nvme_path=PATH"
             )
         self.caveat = "optimizer state on a disk, whose speed this is"
@@ -94,7 +94,7 @@ class ZeroInfinity(Zero3):
             free = shutil.disk_usage(self.root).free + sum(folder.num_bytes() for folder in folders)
             if needed > free:
                 raise Unsupported(
-                    f"system.nvme_path: the disk has {free:,} bytes free and needs {needed:,}; "
+                    f"machine.nvme_path: the disk has {free:,} bytes free and needs {needed:,}; "
                     "free some or name another"
                 )
             for folder in folders:
@@ -125,7 +125,7 @@ class ZeroInfinity(Zero3):
             if free >= FULL_BYTES:
                 raise
             raise OSError(
-                f"system.nvme_path: the disk is full ({free:,} bytes free); free some"
+                f"machine.nvme_path: the disk is full ({free:,} bytes free); free some"
             ) from error
 
     def _unsaved(self) -> str:

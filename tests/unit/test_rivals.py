@@ -203,7 +203,7 @@ def checkout(tmp_path):
 
 @pytest.mark.parametrize("path", [None, "/nowhere", "."])
 def test_a_wrong_checkout_is_one_line(path):
-    with pytest.raises(Unsupported, match=r"^system\.checkout: got (nothing|/nowhere|\.), allowed the folder of a clone .*=PATH$"):
+    with pytest.raises(Unsupported, match=r"^machine\.checkout: got (nothing|/nowhere|\.), allowed the folder of a clone .*=PATH$"):
         build("published_megatrain", make_spec(checkout=path))
 
 
@@ -235,7 +235,7 @@ def test_plan_of_the_published_code_is_what_was_measured_at_14b(checkout):
 
 def test_zero_infinity_wants_a_folder_with_room(tmp_path, monkeypatch):
     for path, got in ((None, "nothing"), (str(tmp_path / "no"), "what is no folder")):
-        with pytest.raises(Unsupported, match=rf"^system\.nvme_path: got {got}, allowed a folder on a local disk; [^\n]*=PATH$"):
+        with pytest.raises(Unsupported, match=rf"^machine\.nvme_path: got {got}, allowed a folder on a local disk; [^\n]*=PATH$"):
             build("zero_infinity", make_spec(nvme_path=path))
     with pytest.raises(ValueError, match=r"^system\.buffer_count: got 8, allowed an integer >= 12 where [^\n]*; raise it or set"):
         build("zero_infinity", make_spec(buffer_count=8))
@@ -247,7 +247,7 @@ def test_zero_infinity_wants_a_folder_with_room(tmp_path, monkeypatch):
         system.setup([])
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with (
-        pytest.raises(OSError, match=r"^system\.nvme_path: the disk is full \(1,000 bytes free\); free some$"),
+        pytest.raises(OSError, match=r"^machine\.nvme_path: the disk is full \(1,000 bytes free\); free some$"),
         system._disk(),
     ):
         raise RuntimeError("aio wrote nothing")
