@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from sweeps import environment
@@ -151,7 +152,8 @@ def _largest(candidates: Sequence[str], systems: Sequence[str], fallback: str, s
 
 def _system(name: str) -> dict[str, Any]:
     """The settings of conf/system/NAME.yaml, with those of the files that it builds on."""
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    composing = GlobalHydra.instance().is_initialized()  # as where a cell of model=auto is composed
+    with contextlib.nullcontext() if composing else initialize_config_dir(str(CONF), version_base="1.3"):
         loaded: Any = OmegaConf.to_container(compose("config", [f"system={name}"]).system, resolve=True)
     assert isinstance(loaded, dict)
     return loaded

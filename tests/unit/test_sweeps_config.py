@@ -257,7 +257,10 @@ def test_numactl_starts_no_other_command(monkeypatch: pytest.MonkeyPatch, tmp_pa
 @pytest.mark.parametrize("name", ["megatrain_fast", "zero2"])
 def test_a_system_that_has_a_say_in_the_model_is_the_whole_of_its_preset(name: str) -> None:
     """A file of conf/system says only what differs from those that it builds on."""
-    assert auto._system(name) == composed(f"system={name}").config["system"]
+    whole = composed(f"system={name}").config["system"]
+    assert auto._system(name) == whole
+    with initialize_config_dir(str(auto.CONF), version_base="1.3"):
+        assert auto._system(name) == whole, "while a cell is composed, too"
 
 
 def plan_here(command: list[str], *, input: str, **_: object) -> subprocess.CompletedProcess[str]:
