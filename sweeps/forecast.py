@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from sweeps import study
 from sweeps.config import Cell
 from sweeps.identity import configuration, flat
 from sweeps.result import Row
+from sweeps.rows import Rows, comparable
 
 HIDDEN = ("experiment", "output_dir", "logging", "time_limit_s")
 """Parts of a config that tell no cell of a study from another."""
@@ -23,26 +23,38 @@ HIDDEN = ("experiment", "output_dir", "logging", "time_limit_s")
 class Forecast:
     """The cells of one command, and what is known of their time."""
 
-    def __init__(self, cells: Sequence[Cell], predicted: Mapping[str, float]) -> None:
+    def __init__(self, cells: Sequence[Cell], predicted: Mapping[str, float], rows: Rows) -> None:
         """predicted: cell's hash -> seconds a step; 0 where it will be refused."""
-        self.cells, self._predicted = list(cells), dict(predicted)
-        self.left = [cell for cell in cells if not _measured(cell)]
-        told = [[word for word in one.split() if not word.startswith("system=")] for one in settings(cells)]
-        self.names = {cell.hash: " ".join(words) for cell, words in zip(cells, told, strict=True)}
+        self.cells, self._predicted, self._rows = list(cells), dict(predicted), rows
+        self.left = [cell for cell in cells if not rows.standing(cell)]
+        words = [one.split() for one in settings(cells)]
+        beside = [[word for word in one if not word.startswith("system=")] for one in words]
+        self.names = {cell.hash: " ".join(one) for cell, one in zip(cells, beside, strict=True)}
         """By hash, what tells a cell from the others beside its system."""
 
     def step_s(self, cell: Cell) -> float | None:
         """Seconds a step: as predicted, or of the row of the same system and model that is most alike, by tokens; None: unknown."""
         if cell.hash in self._predicted:
             return self._predicted[cell.hash]
-        row = _alike(cell, [row for row in _rows(cell) if row.system == cell.system])
-        return None if row is None else statistics.median(row.step_s) * cell.shape.num_tokens / (row.batch_size * row.seq_len)
+        row = _likest(cell, [row for row in self._speeds(cell) if row.system == cell.system])
+        if row is None:
+            return None
+        num_tokens = row.batch_size * row.seq_len
+        return statistics.median(row.step_s) * cell.shape.num_tokens / num_tokens
 
     def extra_s(self, cell: Cell) -> float | None:
         """Seconds beside the steps (importing, making the model, giving memory back), as in the row of the same model that is most
         alike; None where no row tells."""
-        row = _alike(cell, [row for row in _rows(cell) if row.cell_s is not None])
-        return None if row is None else max(0.0, (row.cell_s or 0.0) - statistics.mean(row.step_s) * len(row.losses))
+        row = _likest(cell, [row for row in self._speeds(cell) if row.cell_s is not None])
+        if row is None:
+            return None
+        steps_s = statistics.mean(row.step_s) * len(row.losses)
+        return max(0.0, (row.cell_s or 0.0) - steps_s)
+
+    def _speeds(self, cell: Cell) -> list[Row]:
+        """The measured rows of the cell's model in its folder that tell of its speed."""
+        rows = (row for row in self._rows.of(cell) if row.step_s and comparable(row, cell))
+        return [row for row in rows if row.model == cell.model.name]
 
     def seconds(self, cell: Cell) -> float | None:
         """Of the whole cell, or of its steps alone where no row tells what comes on top; 0 where it will be refused."""
@@ -55,10 +67,10 @@ class Forecast:
         """How long the cells that are left will take, in words."""
         known = [seconds for cell in self.left if (seconds := self.seconds(cell)) is not None]
         unknown = len(self.left) - len(known)
-        told = [f"about {duration(sum(known))}"] if known else []
-        told += [f"{unknown} of unknown length" if known else "unknown"] if unknown else []
+        words = [f"about {duration(sum(known))}"] if known else []
+        words += [f"{unknown} of unknown length" if known else "unknown"] if unknown else []
         alone = known and all(self.extra_s(cell) is None for cell in self.left)
-        return " and ".join(told) + (", steps alone: starting up adds to it" if alone else "")
+        return " and ".join(words) + (", steps alone: starting up adds to it" if alone else "")
 
     def lines(self) -> list[str]:
         """The study in short, and one line a cell."""
@@ -68,15 +80,20 @@ class Forecast:
         width = max(map(len, names))
         lines = [f"{head}; time left: {self.remaining()}" if self.left else head]
         for cell, name in zip(self.cells, names, strict=True):
-            step_s = self.step_s(cell)
-            known = f"about {duration(self.seconds(cell) or 0)} ({step_s:.3g} s x {cell.measure.num_steps} steps)" if step_s else ""
-            expected = "unknown" if step_s is None else known or "does not fit"
-            lines.append(f"  {name:<{width}}  {expected if cell in self.left else 'measured'}")
+            expected = self._expected(cell) if cell in self.left else "measured"
+            lines.append(f"  {name:<{width}}  {expected}")
         return lines
+
+    def _expected(self, cell: Cell) -> str:
+        step_s = self.step_s(cell)
+        if not step_s:
+            return "unknown" if step_s is None else "does not fit"
+        steps = f"{step_s:.3g} s x {cell.measure.num_steps} steps"
+        return f"about {duration(self.seconds(cell) or 0)} ({steps})"
 
     def too_long(self, cell: Cell, left_s: float, limit_s: float) -> str | None:
         """Why a cell is not to be begun with so many seconds left of the limit, and what to do; None where it is."""
-        if study.stands(cell):
+        if self._rows.standing(cell):
             return None
         expected = self.seconds(cell) or 0.0  # nobody knows, or no room: it ends at once
         if expected <= left_s:
@@ -97,28 +114,23 @@ class Forecast:
             print(f"{len(self.left)} of {len(self.cells)} cells left; time left: {self.remaining()}", flush=True)
 
 
-def announce(cells: Sequence[Cell], predicted: Mapping[str, float]) -> Forecast:
-    """The forecast of a study, printed where it has more than one cell; predicted: cell's hash -> seconds a step."""
+def announce(cells: Sequence[Cell], predicted: Mapping[str, float], rows: Rows) -> Forecast:
+    """The forecast of a study, printed where it has more than one cell.
+
+    predicted: cell's hash -> seconds a step.
+    """
     if len(cells) < 2:
-        return Forecast([], {})
-    forecast = Forecast(cells, predicted)
+        return Forecast([], {}, rows)
+    forecast = Forecast(cells, predicted, rows)
     print("\n".join(forecast.lines()), flush=True)
     return forecast
 
 
-def _measured(cell: Cell) -> bool:
-    return study.stands(cell)
+def _likest(cell: Cell, rows: Sequence[Row]) -> Row | None:
+    """The row that is most like the cell, the last of equals.
 
-
-def _rows(cell: Cell) -> list[Row]:
-    """The measured rows of the same model in the cell's folder, whose speed says something of its own."""
-    rows = study.rows_of(cell.rows_path)
-    return [row for row in rows if row.step_s and row.model == cell.model.name and study.comparable(row, cell)]
-
-
-def _alike(cell: Cell, rows: Sequence[Row]) -> Row | None:
-    """The row that is most like the cell: a repeat of it, or by system, preset, compilation and tokens; the last of equals."""
-
+    A repeat of the cell comes first; then system, preset, compilation and tokens decide.
+    """
     measurement = configuration(cell.config)
 
     def likeness(row: Row) -> list[bool]:
@@ -141,19 +153,27 @@ def duration(seconds: float) -> str:
 
 def settings(cells: Sequence[Cell]) -> list[str]:
     """What tells each cell from the others: the first fields of the config, system and preset before all, that suffice."""
-    told = [{key: value for key, value in flat(cell.config) if key.split(".")[0] not in HIDDEN} for cell in cells]
-    keys = dict.fromkeys(("system.name", "system.preset", *(key for config in told for key in config)))
+    configs = [dict(_shown(cell)) for cell in cells]
+    every = (key for config in configs for key in config)
     chosen: list[str] = []
-    for key in keys:
-        if len({_values(config, [*chosen, key]) for config in told}) > len({_values(config, chosen) for config in told}):
+    for key in dict.fromkeys(("system.name", "system.preset", *every)):
+        if _num_distinct(configs, [*chosen, key]) > _num_distinct(configs, chosen):
             chosen.append(key)
-    hidden = {"system.preset"} if "system.name" in chosen else set()  # where None: the system's name alone says so
+    # A preset of None goes without saying where the system's name is said.
+    hidden = {"system.preset"} if "system.name" in chosen else set()
 
-    def shown(config: Mapping[str, Any]) -> list[str]:
-        return [key for key in chosen if not (key in hidden and config.get(key) is None)]
+    def words(config: Mapping[str, Any]) -> Iterator[str]:
+        for key in chosen:
+            if not (key in hidden and config.get(key) is None):
+                yield f"{key.removesuffix('.name')}={config.get(key)}"
 
-    return [" ".join(f"{key.removesuffix('.name')}={config.get(key)}" for key in shown(config)) for config in told]
+    return [" ".join(words(config)) for config in configs]
 
 
-def _values(config: Mapping[str, Any], keys: Sequence[str]) -> str:
-    return repr([config.get(key) for key in keys])
+def _shown(cell: Cell) -> Iterator[tuple[str, Any]]:
+    return (item for item in flat(cell.config) if item[0].split(".")[0] not in HIDDEN)
+
+
+def _num_distinct(configs: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> int:
+    """How many of the configs can be told from each other by these keys."""
+    return len({repr([config.get(key) for key in keys]) for config in configs})

@@ -63,16 +63,16 @@ def run_isolated(
     device: DeviceSampler,
     on_event: Callable[[Event], None],
     env: Mapping[str, str] | None = None,
-    starter: Sequence[str] = (),
+    wrapper: Sequence[str] = (),
 ) -> Outcome:
     """Run `python -m module` with `config` as JSON on its stdin, its output in `log`, until it ends or `timeout_s` passed.
 
-    starter: a command that execs the rest of its command line (numactl, nice). ValueError when the cell says that its
+    wrapper: a command that execs the rest of its command line (numactl, nice). ValueError when the cell says that its
     configuration is invalid.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     started, outcome = time.monotonic(), Outcome()
-    kept = Kept([*starter, sys.executable, "-m", module], config, log, {**os.environ, **(env or {})})
+    kept = Kept([*wrapper, sys.executable, "-m", module], config, log, {**os.environ, **(env or {})})
     try:
         sampler = Sampler(kept.pid, device)
         outcome.timed_out = _watch(kept, sampler, outcome, on_event, started + timeout_s)

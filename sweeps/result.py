@@ -163,67 +163,68 @@ def _strict(value: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Read:
-    """What this process has read of a file of rows."""
+class Read:
+    """What was read of a file of rows: where the file grows, the new lines alone are parsed."""
 
     stamp: tuple[int, ...] = ()
     """Device, inode, size and time of change."""
     rows: tuple[Row, ...] = ()
-    """Of the lines that have a newline."""
+    """Those of the lines that have a newline."""
     last: tuple[Row, ...] = ()
     """The row that has none yet, if there is one."""
     num_lines: int = 0
-    """With a newline, empty ones too."""
+    """Lines with a newline, empty ones too."""
     end: int = 0
     """Bytes of these lines."""
     ending: bytes = b""
-    """The last of these bytes: a file that grew has them still, one that was rewritten does not."""
+    """The last of these bytes: a file that grew still has them, one that was rewritten does not."""
+
+    def again(self, path: Path) -> Read:
+        """The file as it is now. ValueError as `read_rows`."""
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            stamp = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+            if stamp == self.stamp:
+                return self
+            before = self if self._grew(file, stamp) else NOTHING_READ
+            return before._more(file, stamp, path)
+
+    def _grew(self, file: BinaryIO, stamp: tuple[int, ...]) -> bool:
+        if self.stamp[:2] != stamp[:2] or stamp[2] <= self.stamp[2]:
+            return False
+        file.seek(self.end - len(self.ending))
+        return file.read(len(self.ending)) == self.ending
+
+    def _more(self, file: BinaryIO, stamp: tuple[int, ...], path: Path) -> Read:
+        """What was read, and the rest of the file."""
+        file.seek(self.end)
+        data = file.read(stamp[2] - self.end)
+        *lines, tail = data.split(b"\n")
+        complete = data[: len(data) - len(tail)]
+        numbered = list(enumerate([*lines, tail], self.num_lines + 1))
+        rows = [row_of_line(line, f"{path}: line {at}") for at, line in numbered[:-1] if line.strip()]
+        last = [row_of_line(line, f"{path}: line {at}") for at, line in numbered[-1:] if whole(line)]
+        return Read(
+            stamp=stamp,
+            rows=(*self.rows, *rows),
+            last=tuple(last),
+            num_lines=self.num_lines + len(lines),
+            end=self.end + len(complete),
+            ending=complete[-ENDING:] or self.ending,
+        )
 
 
-_READ: dict[Path, _Read] = {}
+NOTHING_READ = Read()
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Rows of one JSONL file, in order. ValueError, with file and line, for a line that is no row of this version.
+    """Rows of one JSONL file, in order. ValueError, with file and line, for a line that is no row.
 
     A last line without its newline is a row if it is whole; else its writer was killed, and it is
-    left out. What this process has read is not parsed again: where a file grew, the new lines
-    alone are.
+    left out.
     """
-    known = _READ.get(path.absolute(), _Read())
-    with path.open("rb") as file:
-        status = os.fstat(file.fileno())
-        stamp = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-        if stamp != known.stamp:
-            known = _more(known if _grew(known, file, stamp) else _Read(), file, stamp, path)
-            _READ[path.absolute()] = known
-    return [*known.rows, *known.last]
-
-
-def _grew(known: _Read, file: BinaryIO, stamp: tuple[int, ...]) -> bool:
-    if known.stamp[:2] != stamp[:2] or stamp[2] <= known.stamp[2]:
-        return False
-    file.seek(known.end - len(known.ending))
-    return file.read(len(known.ending)) == known.ending
-
-
-def _more(known: _Read, file: BinaryIO, stamp: tuple[int, ...], path: Path) -> _Read:
-    """What is known, and the rest of the file."""
-    file.seek(known.end)
-    data = file.read(stamp[2] - known.end)
-    *lines, tail = data.split(b"\n")
-    complete = data[: len(data) - len(tail)]
-    numbered = list(enumerate([*lines, tail], known.num_lines + 1))
-    rows = [row_of_line(line, f"{path}: line {at}") for at, line in numbered[:-1] if line.strip()]
-    last = [row_of_line(line, f"{path}: line {at}") for at, line in numbered[-1:] if whole(line)]
-    return _Read(
-        stamp=stamp,
-        rows=(*known.rows, *rows),
-        last=tuple(last),
-        num_lines=known.num_lines + len(lines),
-        end=known.end + len(complete),
-        ending=complete[-ENDING:] or known.ending,
-    )
+    read = NOTHING_READ.again(path)
+    return [*read.rows, *read.last]
 
 
 def whole(line: bytes) -> bool:

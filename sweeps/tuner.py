@@ -23,10 +23,11 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from sweeps import auto, environment, study
+from sweeps import auto, environment
 from sweeps.config import Cell
 from sweeps.identity import NEUTRAL, comparison_key, hashed
 from sweeps.result import Row
+from sweeps.rows import Rows, comparable
 
 PLUGIN = "hydra_plugins.hydra_optuna_sweeper"
 PRUNE = 0.9
@@ -55,19 +56,19 @@ def require_trials(sweeper: DictConfig) -> None:
             raise ValueError(f"hydra.sweeper.{name}: got {value!r}, allowed an integer >= 1; correct it")
 
 
-def trials(start: Cell) -> list[Row]:
+def trials(start: Cell, rows: Rows) -> list[Row]:
     """The latest row of every trial of the search that starts at `start`: same start, system, work and timing, on this machine.
 
     The start, a file of conf/system, is what the study is called after.
     """
-    alike: dict[str, Row] = {}
-    for row in filter(lambda row: row.config, study.rows_of(start.rows_path)):
+    found: dict[str, Row] = {}
+    for row in filter(lambda row: row.config, rows.of(start)):
         same_search = (row.experiment, row.system) == (start.experiment, start.system)
         same_work = row.compared_with == comparison_key(start.config)
         same_timing = hashed(row.config)["measure"] == hashed(start.config)["measure"]
-        if same_search and same_work and same_timing and study.comparable(row, start):
-            alike[row.cell] = row
-    return list(alike.values())
+        if same_search and same_work and same_timing and comparable(row, start):
+            found[row.cell] = row
+    return list(found.values())
 
 
 def best_of(rows: Sequence[Row]) -> Row | None:
@@ -75,9 +76,9 @@ def best_of(rows: Sequence[Row]) -> Row | None:
     return max((row for row in rows if row.tokens_per_s), key=lambda row: row.tokens_per_s or 0.0, default=None)
 
 
-def pruned(cell: Cell) -> Cell:
+def pruned(cell: Cell, rows: Rows) -> Cell:
     """The same cell, told to end after its first window where that is well below the best trial so far."""
-    best = best_of(trials(cell))
+    best = best_of(trials(cell, rows))
     if best is None or best.tokens_per_s is None:
         return cell
     measure = replace(cell.measure, stop_below=PRUNE * best.tokens_per_s)
@@ -90,26 +91,26 @@ def machine_of(row: Row) -> str:
     return f"{row.machine.get('gpu') or 'a CPU'} with {row.machine.get('num_cores')} cores"
 
 
-def finish(start: Cell, choice: str, folder: Path = TUNED) -> int:
+def finish(start: Cell, choice: str, rows: Rows, folder: Path = TUNED) -> int:
     """Write the winner and the trials, say where and how to use them; the exit code.
 
     choice: the file of conf/system that the search started from, which the winner is called after.
     """
-    rows = trials(start)
-    best, default = best_of(rows), next((row for row in rows if row.cell == start.hash), None)
+    found = trials(start, rows)
+    best, default = best_of(found), next((row for row in found if row.cell == start.hash), None)
     if best is None or best.tokens_per_s is None:
         print(
-            f"tune: none of {len(rows)} trials from system={choice} has a number, so nothing is written; see {start.rows_path}",
+            f"tune: none of {len(found)} trials from system={choice} has a number, so nothing is written; see {start.rows_path}",
             file=sys.stderr,
         )
         return 1
     stem = f"{choice.replace('/', '-')}-{environment.kind(best.machine)}"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{stem}.yaml"
-    path.write_text(overlay(best, choice, len(rows)))
-    path.with_suffix(".jsonl").write_text("".join(json.dumps(trial(row)) + "\n" for row in rows))
+    path.write_text(overlay(best, choice, len(found)))
+    path.with_suffix(".jsonl").write_text("".join(json.dumps(trial(row)) + "\n" for row in found))
     gain = f", {best.tokens_per_s / default.tokens_per_s:.2f}x of {choice}" if default and default.tokens_per_s else ""
-    print(f"best of {len(rows)} trials: {best.tokens_per_s:,.0f} tokens/s{gain}")
+    print(f"best of {len(found)} trials: {best.tokens_per_s:,.0f} tokens/s{gain}")
     print(f"written: {path} and {path.with_suffix('.jsonl').name}; use it as system=tuned/{stem}")
     return 0
 

@@ -542,10 +542,10 @@ def warm() -> None:
     """Import what the commands import, now and on their first use: a forked process has it already."""
     for program in TABLE:
         importlib.import_module(MODULES.get(program, program))
-    from sweeps import auto, plan, run
+    from sweeps import auto, command, plan
 
     auto.register()
-    run.command_of(["system=in_memory"])
+    command.command_of(["system=in_memory"])
     for system in ("in_memory", "megatrain", "fsdp2"):
         plan.report(*plan.compose_plan([f"system={system}"]))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from sweeps import auto, ceilings, run
+from sweeps.command import command_of as asked
 from sweeps.command_line import mend_streams
 from sweeps.isolate import verdict
 from sweeps.result import read_rows
@@ -19,20 +20,20 @@ pytestmark = pytest.mark.timeout(300)
 
 def test_flags_stand_anywhere_and_hydra_gets_them_first() -> None:
     auto.register()
-    command = run.command_of(["system=megatrain", "--multirun", "system.depth=1,2", "seed=3"])
+    command = asked(["system=megatrain", "--multirun", "system.depth=1,2", "seed=3"])
     assert [cell.options["depth"] for cell in command.cells or ()] == [1, 2]
     assert command.argv == ["--multirun", "system=megatrain", "system.depth=1,2", "seed=3"]
 
 
 def test_a_glob_is_the_files_it_matches() -> None:
     auto.register()
-    command = run.command_of(["--multirun", "system=glob(in_memory*,exclude=*kept)"])
+    command = asked(["--multirun", "system=glob(in_memory*,exclude=*kept)"])
     assert [(cell.system, cell.options["compile"]) for cell in command.cells or ()] == [("in_memory", False), ("in_memory", True)]
 
 
 def test_a_cell_alone_is_what_a_sweep_makes_of_it() -> None:
     auto.register()
-    alone, swept = (run.command_of([*flag, "system=zero3", "seed=2"]).cells for flag in ([], ["--multirun"]))
+    alone, swept = (asked([*flag, "system=zero3", "seed=2"]).cells for flag in ([], ["--multirun"]))
     assert alone == swept
 
 
@@ -120,7 +121,7 @@ def test_many_cells_are_refused_at_once() -> None:
     auto.register()
     started = time.process_time()
     with pytest.raises(ValueError, match="which makes more than 1000 cells"):
-        run.command_of(["--multirun", "seed=range(100000000)", "recipe.warmup_steps=range(100000000)"])
+        asked(["--multirun", "seed=range(100000000)", "recipe.warmup_steps=range(100000000)"])
     assert time.process_time() - started < 20  # composing them takes months
 
 

@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 
 from analysis import rows as frames
-from sweeps import auto, run
+from sweeps import auto, command
 from sweeps.errors import USER_ERRORS, one_line
 from sweeps.result import Row, read_rows
 
@@ -43,7 +43,7 @@ def command_of(output: Path, *overrides: str) -> list[str]:
 def started(left_s: float) -> list[str]:
     """`python -m sweeps.run` with so many seconds left of a limit of 1000, once it has imported what it needs, however slow the
     machine is."""
-    code = f"import sys, time; from sweeps import run; run.STARTED = time.monotonic() - 1000 + {left_s}; sys.exit(run.main())"
+    code = f"import sys, time; from sweeps import run; sys.exit(run.main(time.monotonic() - 1000 + {left_s}))"
     return [sys.executable, "-c", code]
 
 
@@ -118,7 +118,7 @@ def children(pid: int) -> list[int]:
 def test_a_mistyped_config_is_one_line(overrides: list[str], words: str) -> None:
     auto.register()
     with pytest.raises(USER_ERRORS) as error:
-        run.command_of(overrides)
+        command.command_of(overrides)
     line = one_line(error.value, [override for override in overrides if "=" in override])
     assert words in line
     assert "\n" not in line

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from sweeps import auto, run, study
+from sweeps import auto, study
+from sweeps.command import command_of
 from sweeps.isolate import Outcome
+from sweeps.rows import Rows
+from sweeps.session import UNFINISHED
 from tests.e2e.test_sweeps_cli import ENVIRONMENT, ROOT, SMALL, started
 
 
@@ -20,7 +23,7 @@ def limited(output: Path, *overrides: str, left_s: float) -> subprocess.Complete
 
 def test_a_cell_that_has_not_ended_is_stopped_and_has_no_row(tmp_path: Path) -> None:
     done = limited(tmp_path, "system=in_memory", "measure.windows=9999", left_s=5)
-    assert done.returncode == run.UNFINISHED, done
+    assert done.returncode == UNFINISHED, done
     assert done.stdout.count("stopped, no row: time_limit_s is up; the same command goes on") == 1, done
     assert "not measured: in_memory (not run)" in done.stderr
     assert not (tmp_path / "rows.jsonl").exists()
@@ -28,7 +31,7 @@ def test_a_cell_that_has_not_ended_is_stopped_and_has_no_row(tmp_path: Path) -> 
 
 def test_no_cell_is_begun_beyond_the_limit(tmp_path: Path) -> None:
     done = limited(tmp_path / "out", "--multirun", "system=megatrain", "system.depth=1,2", left_s=-1)
-    assert done.returncode == run.UNFINISHED, done
+    assert done.returncode == UNFINISHED, done
     for label in ("[1/2] system.depth=1, megatrain", "[2/2] system.depth=2, megatrain"):
         assert f"{label}: not begun: 0 s left of time_limit_s = 1000; the same command goes on" in done.stdout
     assert "not measured: megatrain, 2 cells (not run)" in done.stderr
@@ -42,11 +45,12 @@ def test_what_the_time_limit_cuts_off_counts_where_nothing_more_was_asked(monkey
     window = {"event": "losses", "first_step": 1, "seconds": 1.0, "num_tokens": 30, "losses": [7.0]}
     outcome = Outcome(events=[window], status="ok", reason="after the measurement: killed after ...", timed_out=True, cell_s=9.0)
     monkeypatch.setattr(study, "run_isolated", lambda *_, **__: replace(outcome))
-    (asked,) = run.command_of([*measured, "measure.heldout_tokens=256"]).cells or []
+    (asked,) = command_of([*measured, "measure.heldout_tokens=256"]).cells or []
     with pytest.raises(study.TimeIsUpError):
-        study.run_cell(asked, "", time.monotonic() + 9)
+        study.run_cell(asked, "", Rows(), time.monotonic() + 9)
     assert not asked.rows_path.exists()
-    (cell,) = run.command_of([*measured, "measure.heldout_tokens=0"]).cells or []
-    row = study.run_cell(cell, "", time.monotonic() + 9)
+    (cell,) = command_of([*measured, "measure.heldout_tokens=0"]).cells or []
+    row = study.run_cell(cell, "", Rows(), time.monotonic() + 9)
     assert (row.status, row.reason, row.cell_s) == ("ok", "", None)
-    assert "killed after" in study.run_cell(replace(cell, seed=1, config={**cell.config, "seed": 1}), "").reason
+    other = replace(cell, seed=1, config={**cell.config, "seed": 1})
+    assert "killed after" in study.run_cell(other, "", Rows()).reason

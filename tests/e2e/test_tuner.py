@@ -13,13 +13,14 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from baselines.registry import build
-from baselines.system import Unsupported
-from sweeps import auto, environment, run, tuner
+from baselines.system import Unsupported, build
+from sweeps import auto, environment, tuner
+from sweeps.command import command_of
 from sweeps.config import Cell, cell_from
 from sweeps.identity import NEUTRAL
 from sweeps.result import read_rows
-from sweeps.sinks import JsonlSink
+from sweeps.rows import Rows
+from sweeps.session import UNFINISHED
 from tests.e2e.test_sweeps_cli import ENVIRONMENT, ROOT, SMALL, started
 from tests.made_rows import row
 from tests.unit.test_sweeps_config import composed
@@ -82,7 +83,7 @@ def test_a_search_writes_its_winner_and_trials_and_goes_on_where_it_stopped(chec
     (folder / f"{name}.yaml").unlink()
     wider = [item.replace("depth=2", "depth=3,4") for item in search]
     late = command(checkout, *wider, "hydra.sweeper.n_trials=5", "time_limit_s=1000", left_s=-1)
-    assert late.returncode == run.UNFINISHED, late
+    assert late.returncode == UNFINISHED, late
     assert late.stdout.count("not begun: 0 s left of time_limit_s = 1000") == 1, late
     assert len(read_rows(checkout / "out" / "rows.jsonl")) == len(rows)
     assert yaml.safe_load((folder / f"{name}.yaml").read_text()) == told, "the winner so far"
@@ -92,7 +93,7 @@ def test_every_search_has_the_same_budget_and_starts_from_a_valid_cell() -> None
     auto.register()
     budgets = []
     for name in SEARCHES:
-        asked = run.command_of([f"+tune={name}", "model=tiny"])
+        asked = command_of([f"+tune={name}", "model=tiny"])
         assert asked.tune == name
         (start,) = asked.cells or []
         sweeper = sweeper_of(f"+tune={name}")
@@ -120,7 +121,7 @@ def refusal(cell: Cell) -> str | None:
 @pytest.mark.parametrize("name", SEARCHES)
 def test_every_choice_of_a_search_is_one_that_its_system_takes(name: str) -> None:
     auto.register()
-    (start,) = run.command_of([f"+tune={name}", "shape.batch_size=4", "shape.num_micro_batches=1"]).cells or []
+    (start,) = command_of([f"+tune={name}", "shape.batch_size=4", "shape.num_micro_batches=1"]).cells or []
     for key, values in sweeper_of(f"+tune={name}")["params"].items():
         for value in yaml.safe_load(values.replace("choice(", "[").replace(")", "]")):
             group, knob = key.lstrip("+").split(".")
@@ -134,17 +135,17 @@ def test_searches_from_two_starts_share_a_folder_and_no_trial(tmp_path: Path) ->
     folder = f"output_dir={tmp_path}"
     starts = {}
     for start in ("zero3", "zero3_twinflow"):
-        asked = run.command_of(["+tune=zero3", f"system={start}", folder])
+        asked = command_of(["+tune=zero3", f"system={start}", folder])
         assert asked.system == start
         (starts[start],) = asked.cells or []
         assert starts[start].experiment == f"tune_{start}"
     for number, (start, cell) in enumerate(starts.items(), 1):
         here = environment.machine(cell.machine, None)
         known = {"experiment": cell.experiment, "config": cell.config, "machine": here}
-        JsonlSink(cell.rows_path).row(row("zero3", [1.0], cell=start, tokens_per_s=100.0 * number, **known))
+        Rows().append(cell.rows_path, row("zero3", [1.0], cell=start, tokens_per_s=100.0 * number, **known))
     for start, cell in starts.items():
-        assert [one.cell for one in tuner.trials(cell)] == [start]
-        assert tuner.finish(cell, start, tmp_path / "tuned") == 0
+        assert [one.cell for one in tuner.trials(cell, Rows())] == [start]
+        assert tuner.finish(cell, start, Rows(), tmp_path / "tuned") == 0
     kind = environment.kind(environment.machine(cell.machine, None))
     assert {path.stem for path in (tmp_path / "tuned").glob("*.yaml")} == {f"{start}-{kind}" for start in starts}
     for start, preset in (("zero3", "tuned"), ("zero3_twinflow", "tuned twinflow")):
@@ -177,7 +178,7 @@ def test_a_search_without_its_packages_is_one_line(monkeypatch: pytest.MonkeyPat
     with pytest.raises(
         ValueError, match=r"^tune: got 'zero3', allowed where hydra-optuna-sweeper is installed; run pip install .*'\.\[tune\]'$"
     ):
-        run.command_of(["+tune=zero3"])
+        command_of(["+tune=zero3"])
 
 
 @pytest.mark.parametrize(
@@ -194,12 +195,12 @@ def test_files_are_named_after_kinds_of_machine(machine: dict[str, object], expe
 
 def test_a_trial_is_cut_short_where_it_is_well_below_the_best(tmp_path: Path) -> None:
     start: Cell = composed("system=zero3", "measure=tune", f"output_dir={tmp_path}")
-    assert tuner.pruned(start) is start
+    assert tuner.pruned(start, Rows()) is start
     here = environment.machine(start.machine, None)
     alike = {"experiment": start.experiment, "machine": here}
     for cell, tokens_per_s, other in (("a", 100.0, "seed=0"), ("b", 200.0, "seed=0"), ("c", 900.0, "seed=1")):
         config = composed("system=zero3", "measure=tune", other).config
-        JsonlSink(start.rows_path).row(row("zero3", [1.0], cell=cell, tokens_per_s=tokens_per_s, config=config, **alike))
-    cut = tuner.pruned(start)
+        Rows().append(start.rows_path, row("zero3", [1.0], cell=cell, tokens_per_s=tokens_per_s, config=config, **alike))
+    cut = tuner.pruned(start, Rows())
     assert cut.measure.stop_below == cut.config["measure"]["stop_below"] == 0.9 * 200
     assert cut.hash == start.hash

@@ -15,11 +15,12 @@ from hydra import compose, initialize_config_dir
 from analysis import figures, report
 from analysis import rows as frames
 from baselines.model import count_params
-from sweeps import auto, cell, environment, run, study, upload
+from sweeps import auto, cell, environment, study, upload
+from sweeps.command import command_of
 from sweeps.config import Cell, cell_from
 from sweeps.isolate import Outcome, guarded
-from sweeps.result import Row
-from sweeps.sinks import JsonlSink
+from sweeps.result import Row, read_rows
+from sweeps.rows import Rows, comparable
 from tests.models import H200
 from tests.study_cells import overrides
 
@@ -43,7 +44,7 @@ SMALL = [
 @functools.cache  # Hydra takes a quarter of a second to compose a cell
 def cells_of(*overrides: str) -> list[Cell]:
     auto.register()
-    cells = run.command_of(list(overrides)).cells
+    cells = command_of(list(overrides)).cells
     assert cells is not None
     return cells
 
@@ -76,10 +77,10 @@ def in_this_process(module: str, config: Mapping[str, Any], *, on_event: Callabl
 def ran(one: Cell, label: str) -> Row:
     """The engine's row, or that of ZeRO-3 out of memory: its own processes take seconds and prove nothing here."""
     if one.system == "megatrain":
-        return study.run_cell(one, label)
+        return study.run_cell(one, label, Rows())
     machine = environment.machine(one.machine, None)
     row = study.row_of(one, Outcome(status="oom_device", reason="full"), started_at="2026", machine=machine)
-    JsonlSink(one.rows_path).row(row)
+    Rows().append(one.rows_path, row)
     return row
 
 
@@ -120,13 +121,13 @@ def test_studies_in_one_folder_share_their_cells(
     first = cells_of("+ablation=checkpoint_interval", "system.checkpoint_interval=1", *tail)[0]
     second = cells_of("+ablation=optimizer_overlap", "system.optimizer_overlap=true", "recipe.clip_norm=1.0", *tail)[0]
     assert first.hash == second.hash
-    measured = study.run_cell(first, "[1]")
+    measured = study.run_cell(first, "[1]", Rows())
     monkeypatch.setattr(study, "run_isolated", None)
-    taken = [study.run_cell(one, "[2]") for one in (second, second, first)]
+    taken = [study.run_cell(one, "[2]", Rows()) for one in (second, second, first)]
     assert [row.started_at for row in taken] == [measured.started_at] * 3
-    assert [row.experiment for row in study.rows_of(first.rows_path)] == ["checkpoint_interval", "optimizer_overlap"]
+    assert [row.experiment for row in read_rows(first.rows_path)] == ["checkpoint_interval", "optimizer_overlap"]
     assert capsys.readouterr().out.count("taken from the study checkpoint_interval") == 1
-    rows = study.rows_of(first.rows_path)
+    rows = read_rows(first.rows_path)
     assert len({upload.run_id(row) for row in rows}) == 2, "a run of its own in W&B"
 
 
@@ -152,10 +153,10 @@ def test_a_measurement_taken_over_replaces_what_no_longer_stands(fields: dict[st
     first = cells_of("+ablation=checkpoint_interval", "system.checkpoint_interval=1", *tail)[0]
     second = cells_of("+ablation=optimizer_overlap", "system.optimizer_overlap=true", "recipe.clip_norm=1.0", *tail)[0]
     good = study.row_of(first, Outcome(status="ok", events=[WINDOW]), started_at="later", machine={})
-    JsonlSink(first.rows_path).row(dataclasses.replace(good, experiment=second.experiment, started_at="before", **fields))
-    JsonlSink(first.rows_path).row(good)
-    assert study.run_cell(second, "[1]").started_at == "later"
-    last = study.rows_of(first.rows_path)[-1]
+    Rows().append(first.rows_path, dataclasses.replace(good, experiment=second.experiment, started_at="before", **fields))
+    Rows().append(first.rows_path, good)
+    assert study.run_cell(second, "[1]", Rows()).started_at == "later"
+    last = read_rows(first.rows_path)[-1]
     assert (last.experiment, last.started_at, last.status) == (second.experiment, "later", "ok")
 
 
@@ -163,11 +164,11 @@ def test_a_row_of_another_kind_of_machine_stands_for_nothing_here(tmp_path: Path
     cell = cells_of("model=tiny", *SMALL, f"output_dir={tmp_path}")[0]
     here = environment.machine(cell.machine, None)
     row = study.row_of(cell, Outcome(status="ok", events=[WINDOW]), started_at="", machine={**here, "num_cores": 4096})
-    JsonlSink(cell.rows_path).row(row)
-    assert not study.stands(cell)
-    assert not study.comparable(row, cell)
-    JsonlSink(cell.rows_path).row(dataclasses.replace(row, machine={**here, "boot": "of another"}))
-    assert study.stands(cell)
+    Rows().append(cell.rows_path, row)
+    assert not Rows().standing(cell)
+    assert not comparable(row, cell)
+    Rows().append(cell.rows_path, dataclasses.replace(row, machine={**here, "boot": "of another"}))
+    assert Rows().standing(cell)
 
 
 def test_tidying_up_after_a_refusal_leaves_what_was_there(tmp_path: Path) -> None:

@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 
-from sweeps import auto, check, run
+from sweeps import auto, check
+from sweeps.command import command_of
 from sweeps.config import Cell, cell_from
 from sweeps.forecast import Forecast, announce, duration, settings
 from sweeps.isolate import Outcome
 from sweeps.result import Row
-from sweeps.sinks import JsonlSink
+from sweeps.rows import Rows
 from tests.models import H200
 
 
 def cells_of(*overrides: str) -> list[Cell]:
     auto.register()
-    cells = run.command_of(["--multirun", "model=tiny", "measure=brief", *overrides]).cells
+    cells = command_of(["--multirun", "model=tiny", "measure=brief", *overrides]).cells
     assert cells is not None
     return cells
 
@@ -41,9 +42,9 @@ def row_of(cell: Cell, step_s: float, **fields: Any) -> Row:
 
 def test_rows_of_the_folder_predict_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cells = cells_of(f"output_dir={tmp_path}", "system=megatrain,fsdp2", "shape.batch_size=2,4")
-    sink = JsonlSink(cells[0].rows_path)
-    sink.row(row_of(cells[0], 10.0))
-    forecast = announce(cells, {})
+    path = cells[0].rows_path
+    Rows().append(path, row_of(cells[0], 10.0))
+    forecast = announce(cells, {}, Rows())
     assert capsys.readouterr().out.splitlines() == [
         "adhoc: 4 cells, 1 already measured; time left: about 60 s and 2 of unknown length, steps alone: starting up adds to it",
         "  system=megatrain shape.batch_size=2  measured",
@@ -55,46 +56,46 @@ def test_rows_of_the_folder_predict_what_is_left(tmp_path: Path, capsys: pytest.
         pass
     assert capsys.readouterr().out == ""
     with forecast.watching(cells[1]):
-        sink.row(row_of(cells[1], 20.0))
+        Rows().append(path, row_of(cells[1], 20.0))
     assert capsys.readouterr().out == "2 of 4 cells left; time left: unknown\n"
     with forecast.watching(cells[2]):
-        sink.row(row_of(cells[2], 5.0))
+        Rows().append(path, row_of(cells[2], 5.0))
     assert capsys.readouterr().out == "1 of 4 cells left; time left: about 30 s, steps alone: starting up adds to it\n"
     with forecast.watching(cells[3]):
-        sink.row(row_of(cells[3], 5.0, status="error"))
+        Rows().append(path, row_of(cells[3], 5.0, status="error"))
     assert capsys.readouterr().out == ""
 
 
 def test_starting_up_counts_once_it_is_known(tmp_path: Path) -> None:
     cells = cells_of(f"output_dir={tmp_path}", "system.depth=1,2")
-    known = Forecast(cells, {cell.hash: 2.0 for cell in cells})
+    known = Forecast(cells, {cell.hash: 2.0 for cell in cells}, Rows())
     assert known.remaining() == "about 12 s, steps alone: starting up adds to it"
     with known.watching(cells[0]):
-        JsonlSink(cells[0].rows_path).row(row_of(cells[0], 3.0, cell_s=17.0, losses=[7.0] * 3))
+        Rows().append(cells[0].rows_path, row_of(cells[0], 3.0, cell_s=17.0, losses=[7.0] * 3))
     assert known.seconds(cells[1]) == 2.0 * 3 + (17.0 - 3.0 * 3)
     assert known.remaining() == "about 14 s"
 
 
 def test_starting_up_takes_what_it_took_the_same_system(tmp_path: Path) -> None:
     cells = cells_of(f"output_dir={tmp_path}", "system=megatrain,fsdp2")
-    sink = JsonlSink(cells[0].rows_path)
-    sink.row(row_of(cells[0], 1.0, cell_s=13.0, losses=[7.0] * 3))
-    sink.row(row_of(cells[1], 1.0, cell_s=93.0, losses=[7.0] * 3, batch_size=8))
-    known = Forecast(cells, {})
+    path = cells[0].rows_path
+    Rows().append(path, row_of(cells[0], 1.0, cell_s=13.0, losses=[7.0] * 3))
+    Rows().append(path, row_of(cells[1], 1.0, cell_s=93.0, losses=[7.0] * 3, batch_size=8))
+    known = Forecast(cells, {}, Rows())
     assert [known.extra_s(cell) for cell in cells] == [10.0, 90.0]
 
 
 def test_a_cell_is_begun_where_it_is_expected_to_end_in_time(tmp_path: Path) -> None:
     cells = cells_of(f"output_dir={tmp_path}", "system.depth=1,2,3")
-    JsonlSink(cells[0].rows_path).row(row_of(cells[0], 3.0, cell_s=17.0, losses=[7.0] * 3))
-    known = Forecast(cells, {cells[1].hash: 2.0})
+    Rows().append(cells[0].rows_path, row_of(cells[0], 3.0, cell_s=17.0, losses=[7.0] * 3))
+    known = Forecast(cells, {cells[1].hash: 2.0}, Rows())
     assert known.too_long(cells[0], 0.0, 60.0) is None, "it has its number"
     assert known.too_long(cells[1], 14.5, 60.0) is None
     assert known.too_long(cells[1], 5.0, 60.0) == "5 s left of time_limit_s = 60, about 14 s needed; the same command goes on"
     assert known.too_long(cells[1], 5.0, 6.0) == "5 s left of time_limit_s = 6, about 14 s needed; raise it"
-    assert Forecast([], {}).too_long(cells_of("system=fsdp2")[0], 0.5, 60.0) is None, "nobody knows how long it takes"
+    assert Forecast([], {}, Rows()).too_long(cells_of("system=fsdp2")[0], 0.5, 60.0) is None, "nobody knows how long it takes"
     assert (
-        Forecast([], {}).too_long(cells_of("system=fsdp2")[0], -3.0, 9.0)
+        Forecast([], {}, Rows()).too_long(cells_of("system=fsdp2")[0], -3.0, 9.0)
         == "0 s left of time_limit_s = 9; the same command goes on"
     )
 
@@ -104,20 +105,20 @@ def test_a_repeat_takes_what_it_took_before_and_no_model_speaks_for_another(tmp_
         cells_of(f"output_dir={tmp_path}", "system=zero3", *overrides)[0]
         for overrides in ([], ["measure.repeat=2"], ["shape.batch_size=32", "measure.repeat=2"], ["model.name=other"])
     )
-    sink = JsonlSink(one.rows_path)
+    path = one.rows_path
     for step_s, compiled in ((1.0, False), (2.0, False), (3.0, True)):
         config = {**one.config, "system": {**one.config["system"], "compile": compiled}}
-        sink.row(row_of(one, step_s, config=config, cell_s=50.0 + 3 * step_s, losses=[7.0] * 3))
+        Rows().append(path, row_of(one, step_s, config=config, cell_s=50.0 + 3 * step_s, losses=[7.0] * 3))
     wider = cells_of("system=zero3", "shape.batch_size=32")[0]
-    sink.row(row_of(wider, 4.0, config=dict(wider.config), cell_s=92.0, losses=[7.0] * 3))
-    known = Forecast([], {})
+    Rows().append(path, row_of(wider, 4.0, config=dict(wider.config), cell_s=92.0, losses=[7.0] * 3))
+    known = Forecast([], {}, Rows())
     assert (known.step_s(again), known.extra_s(again)) == (2.0, 50.0), "the last of the same configuration"
     assert (known.step_s(wide), known.extra_s(wide)) == (4.0, 80.0)
     assert (known.step_s(other), known.extra_s(other)) == (None, None)
 
 
 def test_one_cell_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert announce(cells_of("system.depth=1"), {}).cells == []
+    assert announce(cells_of("system.depth=1"), {}, Rows()).cells == []
     assert capsys.readouterr().out == ""
 
 
@@ -156,7 +157,7 @@ def test_the_cost_model_predicts_the_engine_on_a_gpu(monkeypatch: pytest.MonkeyP
     found = check.survey(cells)
     assert list(found.refused) == [cells[0].hash, cells[1].hash]
     assert found.refused[cells[0].hash].last("predicted")["prediction"]["step_s"] > 1
-    lines = Forecast(cells, found.step_s).lines()
+    lines = Forecast(cells, found.step_s, Rows()).lines()
     assert lines[1].endswith("does not fit")
     assert "steps)" in lines[3]
 

@@ -7,8 +7,8 @@ from torch.nn import functional as F
 from baselines.model import initial_weights, materialise
 from baselines.registry import build
 from sweeps import auto, data, heldout
+from sweeps.command import command_of
 from sweeps.config import Cell
-from sweeps.run import command_of
 
 SMALL = ["model=tiny", "shape.batch_size=2", "shape.seq_len=16", "measure.heldout_tokens=50"]
 

@@ -17,10 +17,11 @@ import torch
 
 from engine import NonFiniteLossError
 from sweeps import auto, check, memory, study
+from sweeps.command import command_of
 from sweeps.isolate import Event, Outcome, run_isolated, verdict
 from sweeps.memory import DeviceSampler, Look, NoDevice, Pace, Sampler, host_bytes
 from sweeps.result import read_rows
-from sweeps.run import command_of
+from sweeps.rows import Rows
 
 WINDOW = {"event": "losses", "first_step": 0, "losses": [1.0], "seconds": 1.0, "num_tokens": 9, "counters": {}}
 DONE = {"event": "done", "counters": {}, "allocated_bytes": None, "reserved_bytes": None}
@@ -37,14 +38,14 @@ def isolated(
     monkeypatch: pytest.MonkeyPatch,
     body: str,
     timeout_s: float = 20.0,
-    starter: Sequence[str] = (),
+    wrapper: Sequence[str] = (),
     device: DeviceSampler | None = None,
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> Outcome:
     (tmp_path / "fake_cell.py").write_text(f"import os, sys, time, signal\nfd = int(sys.argv[2])\n{body}\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     log, device = tmp_path / "log", device or NoDevice()
-    return run_isolated("fake_cell", {}, log=log, timeout_s=timeout_s, device=device, on_event=on_event, starter=starter)
+    return run_isolated("fake_cell", {}, log=log, timeout_s=timeout_s, device=device, on_event=on_event, wrapper=wrapper)
 
 
 STARTERS = [
@@ -57,13 +58,13 @@ STARTERS = [
 ]
 
 
-@pytest.mark.parametrize(("starter", "seen"), STARTERS)
+@pytest.mark.parametrize(("wrapper", "seen"), STARTERS)
 def test_a_cell_can_be_started_through_another_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starter: tuple[str, ...], seen: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrapper: tuple[str, ...], seen: str
 ) -> None:
     body = f"if {seen}: {says(WINDOW, DONE)}"
-    assert isolated(tmp_path, monkeypatch, body, starter=starter).status == "ok"
-    assert isolated(tmp_path, monkeypatch, body, starter=("env", "ASKED=0")).status == "error"
+    assert isolated(tmp_path, monkeypatch, body, wrapper=wrapper).status == "ok"
+    assert isolated(tmp_path, monkeypatch, body, wrapper=("env", "ASKED=0")).status == "error"
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def test_every_end_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bod
     monkeypatch.setattr(study, "run_isolated", lambda _, *a, **b: run_isolated("fake_cell", *a, **b))
     auto.register()
     (cell,) = command_of(["model=tiny", "logging=none", f"output_dir={tmp_path}"]).cells
-    row = study.run_cell(cell, "[1]")
+    row = study.run_cell(cell, "[1]", Rows())
     assert row.status == status
     assert read_rows(tmp_path / "rows.jsonl") == [row]
 
@@ -304,7 +305,7 @@ def test_what_a_cell_asks_of_its_process_reaches_it(tmp_path: Path, monkeypatch:
     (cell,) = command_of(["model=tiny", "logging=none", f"output_dir={tmp_path}", *asked]).cells
     sent: dict[str, Any] = {}
     monkeypatch.setattr(study, "run_isolated", lambda *_, **given: sent.update(given) or Outcome(status="error", reason="x"))
-    study.run_cell(cell, "")
+    study.run_cell(cell, "", Rows())
     assert (sent["env"]["OMP_NUM_THREADS"], sent["env"]["THP_MEM_ALLOC_ENABLE"]) == ("3", "1")
 
 
@@ -322,11 +323,11 @@ def test_memory_that_ran_out_beside_others_is_tried_again(
     losses = {"event": "losses", "losses": [1.0], "seconds": 1.0, "num_tokens": 18}
     outcome = Outcome(status=status, reason="" if status == "ok" else "CUDA out of memory", events=[losses])
     monkeypatch.setattr(study, "run_isolated", lambda *_, **__: dataclasses.replace(outcome))
-    row = study.run_cell(cell, "[1]")
+    row = study.run_cell(cell, "[1]", Rows())
     crowded = max(used) > 1 << 30 and (status == "oom_device" or len(used) == 1)
     assert row.crowd_device_bytes == (20 << 30 if crowded else None)
     assert ("the GPU was shared with" in row.reason) is crowded
     assert row.reason.startswith(outcome.reason)
     assert ("  machine.device: the GPU was shared" in capsys.readouterr().out) is (used == [20 << 30])
     assert read_rows(tmp_path / "rows.jsonl") == [row]
-    assert study.stands(cell) is not (crowded and status == "oom_device")
+    assert Rows().standing(cell) is not (crowded and status == "oom_device")

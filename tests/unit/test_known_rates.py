@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from sweeps import auto, cell, environment, study
+from sweeps.command import command_of
 from sweeps.config import Cell, cell_from
 from sweeps.isolate import Outcome
 from sweeps.result import Row
-from sweeps.run import command_of
-from sweeps.sinks import JsonlSink
+from sweeps.rows import Rows
 from tests.models import H200
 
 RATES = dataclasses.asdict(H200)
@@ -32,16 +32,16 @@ def probed(one: Cell, **fields: Any) -> Row:
     machine = environment.machine(one.machine, None)
     row = study.row_of(one, Outcome(status="error", events=[event]), started_at="2026", machine=machine)
     row = dataclasses.replace(row, **fields)
-    JsonlSink(one.rows_path).row(row)
+    Rows().append(one.rows_path, row)
     return row
 
 
 def test_a_cell_plans_with_what_an_earlier_one_had_probed(tmp_path: Path) -> None:
     one = cell_of(tmp_path)
-    assert study.known_rates(one) is None
+    assert study.known_rates(one, Rows()) is None
     probed(one)
     for overrides in ([], ["system.depth=3"], ["system=megatrain_fast"], ["shape.batch_size=8"]):
-        assert study.known_rates(cell_of(tmp_path, *overrides)) == RATES
+        assert study.known_rates(cell_of(tmp_path, *overrides), Rows()) == RATES
     others = (
         "system.pinned=torch",
         "process.omp_num_threads=1",
@@ -49,21 +49,21 @@ def test_a_cell_plans_with_what_an_earlier_one_had_probed(tmp_path: Path) -> Non
         "system=in_memory",
     )
     for override in others:
-        assert study.known_rates(cell_of(tmp_path, override)) is None
+        assert study.known_rates(cell_of(tmp_path, override), Rows()) is None
 
 
 @pytest.mark.parametrize("fields", [{"git_commit": "another"}, {"machine": {"boot": "another"}}, {"machine": {}}, {"plan": {}}])
 def test_rates_of_another_machine_or_commit_are_probed_anew(tmp_path: Path, fields: dict[str, Any]) -> None:
     one = cell_of(tmp_path)
     probed(one, **fields)
-    assert study.known_rates(one) is None
+    assert study.known_rates(one, Rows()) is None
 
 
 def test_what_is_known_reaches_the_cell_and_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, sent, seen = cell_of(tmp_path), list[dict[str, Any]](), list[Any]()
     probed(one)
     monkeypatch.setattr(study, "run_isolated", lambda _, config, **__: sent.append(config) or Outcome(status="error", reason="x"))
-    study.run_cell(one, "")
+    study.run_cell(one, "", Rows())
     rates = json.loads(json.dumps(sent[0])).pop("rates")
     assert rates == RATES
     assert cell_from({name: value for name, value in sent[0].items() if name != "rates"}).hash == one.hash

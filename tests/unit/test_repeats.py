@@ -6,7 +6,8 @@ import pytest
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from omegaconf import OmegaConf
 
-from sweeps import auto, check, run
+from sweeps import auto, check
+from sweeps.command import command_of
 from sweeps.config import Cell, cell_from
 from sweeps.errors import parse
 from sweeps.identity import configuration
@@ -30,7 +31,7 @@ def test_a_repeat_is_a_cell_of_its_own_and_the_first_is_the_cell_without_repeats
 @pytest.mark.parametrize("axes", [["system=zero3,fsdp2", "measure.repeat=1,2,3"], ["measure.repeat=1,2,3", "system=zero3,fsdp2"]])
 def test_repeats_go_in_rounds_wherever_they_stand(axes: list[str]) -> None:
     auto.register()
-    command = run.command_of(["--multirun", *axes])
+    command = command_of(["--multirun", *axes])
     assert told(command.cells or []) == [(repeat, system) for repeat in (1, 2, 3) for system in ("zero3", "fsdp2")]
     given = [argument for argument in command.argv if argument != "--multirun" and not argument.startswith("hydra.")]
     jobs = BasicSweeper.split_arguments(parse(given), None)[0]
@@ -40,7 +41,7 @@ def test_repeats_go_in_rounds_wherever_they_stand(axes: list[str]) -> None:
 
 def test_the_headline_runs_every_system_and_repeats_three() -> None:
     auto.register()
-    cells = run.command_of([f"+experiment={HEADLINE[0]}", "model=tiny"]).cells
+    cells = command_of([f"+experiment={HEADLINE[0]}", "model=tiny"]).cells
     assert cells is not None
     assert len({cell.hash for cell in cells}) == len(cells)
     first = [cell for cell in cells if cell.measure.repeat == 1]
@@ -64,7 +65,7 @@ def test_the_headline_is_the_same_at_every_size() -> None:
 def test_a_system_to_repeat_that_does_not_exist_is_one_line() -> None:
     auto.register()
     with pytest.raises(ValueError, match=r"measure\.repeated: got 'zero33', allowed fsdp2, fsdp2_compiled, fsdp2_grad_op"):
-        run.command_of(["--multirun", "measure.repeat=1,2", "measure.repeated=[zero33]"])
+        command_of(["--multirun", "measure.repeat=1,2", "measure.repeated=[zero33]"])
 
 
 @pytest.mark.parametrize(("system", "kind"), [("in_memory", "device"), ("zero3", "host"), ("fsdp2", "host")])

@@ -19,12 +19,13 @@ import pytest
 from analysis import report
 from analysis import rows as frames
 from sweeps import auto, environment, lock, study, tuner, upload
+from sweeps.command import Command, command_of
 from sweeps.config import Cell
 from sweeps.errors import one_line
 from sweeps.isolate import Outcome
 from sweeps.result import Row, read_rows, row_of_line
-from sweeps.run import command_of
-from sweeps.sinks import JsonlSink
+from sweeps.rows import Rows
+from sweeps.session import Session
 from tests.e2e.test_sweeps_cli import SMALL
 from tests.made_rows import row, save
 
@@ -77,7 +78,7 @@ def test_a_last_row_without_its_newline_stays(tmp_path: Path, mark: bytes, befor
     path = tmp_path / "rows.jsonl"
     lines = [row("zero3", [1.0], cell=name).to_json() for name in "ab"][: before + 1]
     path.write_bytes(mark + "\n".join(lines).encode())
-    JsonlSink(path).row(row("zero3", [1.0], cell="c"))
+    Rows().append(path, row("zero3", [1.0], cell="c"))
     assert cells_of_file(path) == [*"ab"[: before + 1], "c"]
     assert [one.name for one in tmp_path.iterdir()] == ["rows.jsonl"]
 
@@ -87,7 +88,7 @@ def test_what_is_cut_off_is_kept_beside_the_file(tmp_path: Path) -> None:
     for torn in ('{"schema_version": 1, "cel', '{"schema_version": 1, "é'):
         with path.open("a", encoding="utf-8") as file:
             file.write(torn)
-        JsonlSink(path).row(row("zero3", [1.0], cell=torn[-1]))
+        Rows().append(path, row("zero3", [1.0], cell=torn[-1]))
     assert cells_of_file(path) == ["l", "é"]
     assert (tmp_path / "rows.jsonl.torn").read_text(encoding="utf-8").count('{"schema_version": 1, "') == 2
 
@@ -96,7 +97,7 @@ def check_kept(path: Path, kept: Path, lost: Row, capsys: pytest.CaptureFixture[
     """Appending fails in one line that names both files; the row is printed and kept, and the file is as it was."""
     before = path.read_bytes()
     with pytest.raises(OSError, match="the row of cell") as caught:
-        JsonlSink(path).row(lost)
+        Rows().append(path, lost)
     (file,) = kept.glob("row-*.jsonl")
     assert file.read_text() == capsys.readouterr().err == lost.to_json() + "\n"
     told = one_line(caught.value)
@@ -112,10 +113,10 @@ def test_a_row_without_room_is_printed_and_kept(
     path, kept = tmp_path / "rows.jsonl", tmp_path / "kept"
     kept.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(kept))
-    JsonlSink(path).row(row("zero3", [1.0], cell="a", losses=[1.0] * 4000))
+    Rows().append(path, row("zero3", [1.0], cell="a", losses=[1.0] * 4000))
     with no_file_beyond(path.stat().st_size + 10):
         check_kept(path, kept, row("zero3", [1.0], cell="b"), capsys)
-    JsonlSink(path).row(row("zero3", [1.0], cell="c"))
+    Rows().append(path, row("zero3", [1.0], cell="c"))
     assert cells_of_file(path) == ["a", "c"]
 
 
@@ -125,7 +126,7 @@ def test_a_row_on_a_full_disk_is_printed_and_kept(
     path, kept = small_disk / "rows.jsonl", tmp_path / "kept"
     kept.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(kept))
-    JsonlSink(path).row(row("zero3", [1.0], cell="a", reason="x" * 59_000))
+    Rows().append(path, row("zero3", [1.0], cell="a", reason="x" * 59_000))
     check_kept(path, kept, row("zero3", [1.0], cell="b", losses=[1.0] * 4000), capsys)
 
 
@@ -133,7 +134,7 @@ def test_no_cell_starts_without_room_for_its_row(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(study, "run_isolated", None)
     cell = cell_in(tmp_path / "out")
     with no_file_beyond(10_000), pytest.raises(OSError, match="no room for a row") as caught:
-        study.run_cell(cell, "")
+        study.run_cell(cell, "", Rows())
     assert str(cell.rows_path) in one_line(caught.value)
     study.tidy(cell.output_dir)
     assert not cell.output_dir.exists()
@@ -147,7 +148,7 @@ def test_a_file_that_is_damaged_meanwhile_costs_no_measurement(tmp_path: Path, m
         return Outcome(status="ok", events=[WINDOW])
 
     monkeypatch.setattr(study, "run_isolated", damaging)
-    study.run_cell(cell, "")
+    study.run_cell(cell, "", Rows())
     first, second = cell.rows_path.read_text().splitlines()
     assert first == "not a row"
     assert json.loads(second)["losses"] == [7.0]
@@ -200,10 +201,10 @@ def test_a_cell_that_another_process_measures_is_waited_for(
     with holding(tmp_path / f".{cell.identity}.lock", cell.rows_path) as holder:
         assert holder.stdin is not None
         with pytest.raises(study.TimeIsUpError):
-            study.run_cell(cell, "[1/1]", time.monotonic())
+            study.run_cell(cell, "[1/1]", Rows(), time.monotonic())
         holder.stdin.write(theirs.to_json() + "\n")
         holder.stdin.close()
-        assert study.run_cell(cell, "[1/1]").started_at == "theirs"
+        assert study.run_cell(cell, "[1/1]", Rows()).started_at == "theirs"
         out = capsys.readouterr().out
         assert f"{cell.hash} is being measured by process {holder.pid} since 20" in out
         assert "skipped" in out
@@ -213,8 +214,8 @@ def test_a_cell_that_another_process_measures_is_waited_for(
 def test_two_rows_of_one_cell_are_two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where they were started in the same second, as those that have no room are."""
     cell = cell_in(tmp_path)
-    monkeypatch.setitem(study.REFUSED, cell.hash, Outcome(status="wont_fit", reason="too large"))
-    rows = [study.run_cell(cell, "") for _ in range(3)]
+    refused = Outcome(status="wont_fit", reason="too large")
+    rows = [study.run_cell(cell, "", Rows(), refused=refused) for _ in range(3)]
     assert len({upload.run_id(one) for one in rows}) == 3
 
 
@@ -271,7 +272,7 @@ def test_a_row_of_wrong_types_is_one_line_with_its_place(tmp_path: Path, path: s
     file = tmp_path / "rows.jsonl"
     file.write_text(f"{COMMITTED[1]}\n\n{mutated(path, value)}\n")
     with pytest.raises(ValueError, match="allowed") as caught:
-        study.rows_of(file)
+        read_rows(file)
     told = str(caught.value)
     assert told.startswith(f"{file}: line 3 has ")
     assert path.split(".")[0] in told
@@ -315,8 +316,8 @@ def test_a_row_without_a_config_is_nobody_s_trial_and_tells_no_rates(tmp_path: P
     machine = environment.machine(cell.machine, None)
     known = study.row_of(cell, Outcome(), started_at="", machine=machine)
     save(cell.rows_path, [replace(known, config={}, plan={"rates": {"adamw_params": 1.0}})])
-    assert study.known_rates(cell) is None
-    assert tuner.trials(cell) == []
+    assert study.known_rates(cell, Rows()) is None
+    assert tuner.trials(cell, Rows()) == []
 
 
 def test_every_committed_row_is_read_and_written_as_it_was() -> None:
@@ -341,29 +342,32 @@ def test_a_large_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     line = replace(mine, reason="x" * 20_000).to_json() + "\n"
     cell.rows_path.write_text(line * 100)
     monkeypatch.setattr(study, "run_isolated", lambda *_, **__: Outcome(status="error", events=[WINDOW]))
-    before = bytes_read()
+    before, rows = bytes_read(), Rows()
     for _ in range(5):
-        study.run_cell(cell, "")
+        study.run_cell(cell, "", rows)
     assert bytes_read() - before < 2 * len(line) * 100
-    assert len(read_rows(cell.rows_path)) == 105
+    assert len(rows.of(cell)) == 105
     with cell.rows_path.open("a") as file:
         file.write(replace(mine, cell="theirs").to_json())
-    assert cells_of_file(cell.rows_path)[-1] == "theirs"
+    assert rows.of(cell)[-1].cell == "theirs"
     cell.rows_path.write_text(line * 2)
-    assert len(read_rows(cell.rows_path)) == 2
+    assert len(rows.of(cell)) == 2
     with cell.rows_path.open("r+") as file:
         file.write(line.replace("xx", "yy"))
     os.utime(cell.rows_path, ns=(1, 1))
-    assert read_rows(cell.rows_path)[0].reason.startswith("yy")
+    assert rows.of(cell)[0].reason.startswith("yy")
+    assert rows.of(cell) == read_rows(cell.rows_path)
 
 
 def test_a_report_that_fails_is_an_exit_code(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     cell = cell_in(tmp_path)
     machine = environment.machine(cell.machine, None)
-    JsonlSink(cell.rows_path).row(study.row_of(cell, Outcome(status="ok", events=[WINDOW]), started_at="", machine=machine))
+    Rows().append(cell.rows_path, study.row_of(cell, Outcome(status="ok", events=[WINDOW]), started_at="", machine=machine))
     (tmp_path / "report.png").write_text("the last report's")
+    session = Session(began=0.0)
+    session.cells = [cell]
     with no_file_beyond(20_000):
-        assert study.finish([cell]) == 1
+        assert session.finish(Command()) == 1
     assert (tmp_path / "report.png").read_text() == "the last report's"
     errors = capfd.readouterr().err.splitlines()
     assert any(line.startswith("error: ") and "report.png" in line for line in errors), errors

@@ -14,11 +14,11 @@ import torch
 from engine import Batch, NonFiniteLossError
 from sweeps import auto, bench
 from sweeps.clock import Stopwatch
+from sweeps.command import command_of
 from sweeps.config import Measure
 from sweeps.isolate import Outcome
 from sweeps.result import Row, compared, history, read_rows
-from sweeps.run import command_of
-from sweeps.sinks import JsonlSink
+from sweeps.rows import Rows
 from sweeps.study import row_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,11 +92,11 @@ def test_a_nan_is_reported_and_raised() -> None:
 
 WRITER = """
 import pathlib, sys
-from tests.unit.test_sweeps_bench import ROW, JsonlSink, Row
+from tests.unit.test_sweeps_bench import ROW, Row, Rows
 print("ready", flush=True)
 sys.stdin.readline()
 for number in range(50):
-    JsonlSink(pathlib.Path(sys.argv[1])).row(Row(**ROW, cell=f"{sys.argv[2]}-{number}", losses=[1.0] * 500))
+    Rows().append(pathlib.Path(sys.argv[1]), Row(**ROW, cell=f"{sys.argv[2]}-{number}", losses=[1.0] * 500))
 """
 
 
@@ -123,16 +123,16 @@ def test_two_writers_lose_no_row(tmp_path: Path) -> None:
 
 def test_a_torn_line_is_cut_off_before_the_next_row(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    JsonlSink(path).row(Row(**ROW, cell="a"))
+    Rows().append(path, Row(**ROW, cell="a"))
     with path.open("a") as file:
         file.write('{"schema_version": 1, "cel')
-    JsonlSink(path).row(Row(**ROW, cell="b"))
+    Rows().append(path, Row(**ROW, cell="b"))
     assert [row.cell for row in read_rows(path)] == ["a", "b"]
 
 
 def test_rows_round_trip_with_nan(tmp_path: Path) -> None:
     row = Row(**ROW, cell="a", losses=[1.5, math.nan, math.inf], step_s=[0.1], plan={"host": {"weights": 7}, "device": {}})
-    JsonlSink(tmp_path / "rows.jsonl").row(row)
+    Rows().append(tmp_path / "rows.jsonl", row)
     (back,) = read_rows(tmp_path / "rows.jsonl")
     assert math.isnan(back.losses[1])
     assert [back.losses[0], back.losses[2]] == [1.5, math.inf]
