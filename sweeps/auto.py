@@ -22,7 +22,6 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
-from sweeps import environment
 from sweeps.config import Measure, build_group, cell_from, require, require_numactl
 from sweeps.identity import label
 
@@ -32,7 +31,9 @@ NODES = Path("/sys/devices/system/node")
 CHOICE = ("fallback", "candidates", "systems")
 """Fields of conf/model/auto.yaml."""
 HEADROOM = 0.92
-"""Part of the device that a model chosen unasked may plan to fill: the CUDA context and fragmentation take the rest."""
+"""Share of the memory that a model chosen unasked may plan to fill.
+
+The CUDA context and fragmentation take the rest."""
 
 
 @lru_cache(maxsize=1)
@@ -42,10 +43,11 @@ def device() -> str:
 
 
 def register(planned: str | None = None) -> None:
-    """`${by_device:A,B}` in the YAML: A on the CPU, B on a GPU, of this machine or of the `planned` one.
+    """Register what the YAML may compute.
 
-    And `${sequences:T,L}`: how many sequences of L tokens make T, one at least; `${threads:}` and `${numa:}`: what a search may try
-    here of numbers of threads and of arguments of numactl.
+    `${by_device:A,B}` is A on the CPU and B on a GPU, of this machine or of the `planned` one;
+    `${sequences:T,L}` is how many sequences of L tokens make T, one at least; `${threads:}` and
+    `${numa:}` are the numbers of threads and the arguments of numactl that a search may try here.
     """
     OmegaConf.register_new_resolver("threads", threads, replace=True)
     OmegaConf.register_new_resolver("numa", numa, replace=True)
@@ -61,9 +63,9 @@ def threads() -> str:
 
 @lru_cache(maxsize=1)
 def numa() -> str:
-    """Sweep over the bindings that numactl takes here: none, memory of all nodes in turn, one node after the other.
+    """Sweep over the bindings that numactl takes here: none, all nodes in turn, each node alone.
 
-    None alone where there is one node, or no numactl.
+    It is none alone where there is one node, or no numactl.
     """
     numbers = sorted(int(path.name.removeprefix("node")) for path in NODES.glob("node[0-9]*"))
     bindings = ["--interleave=all", *(f"--cpunodebind={number} --preferred={number}" for number in numbers)]
@@ -160,21 +162,18 @@ def _system(name: str) -> dict[str, Any]:
 
 
 def too_large(configs: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Names of the models that some system of `configs` has no room for; a system that cannot run here has no say."""
-    from baselines.registry import build
+    """The models that some system of `configs` has no room for.
+
+    A system that cannot run here has no say.
+    """
     from baselines.system import Unsupported
+    from sweeps.outlook import built, refusal_of
 
     refused: set[str] = set()
     for cell in map(cell_from, configs):
-        if cell.model.name in refused:
-            continue
-        has = environment.machine(cell.machine, None)
-        try:
-            plan = build(cell.system, cell.spec()).plan()
-        except Unsupported:
-            continue
-        if plan.device_bytes > HEADROOM * has["device_bytes"] or plan.host_bytes > HEADROOM * has["host_bytes"]:
-            refused.add(cell.model.name)
+        with contextlib.suppress(Unsupported):
+            if cell.model.name not in refused and refusal_of(built(cell).plan(), cell, HEADROOM):
+                refused.add(cell.model.name)
     return refused
 
 

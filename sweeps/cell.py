@@ -9,71 +9,13 @@ machine; its events leave on a pipe as JSON lines, and its stdout and stderr are
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-import os
 import sys
 from collections.abc import Mapping
-from typing import Any
 
-from sweeps import environment, flops
 from sweeps.config import Cell, cell_from
+from sweeps.events import Emitter
 from sweeps.isolate import guarded
-
-
-class Emitter:
-    """emit(event, **fields): one JSON line on the pipe."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def __call__(self, event: str, **fields: Any) -> None:
-        """Write one event whole; infinities and NaN pass as Python's own JSON words."""
-        data = json.dumps({"event": event, **fields}).encode() + b"\n"
-        while data:
-            data = data[os.write(self._descriptor, data) :]
-
-
-def fits(plan: Any, model: str, device: str, had: Mapping[str, Any]) -> str | None:
-    """None when the plan fits what the machine has, else the one-line refusal. On the CPU both shares are host memory."""
-    host = plan.host_bytes + (plan.device_bytes if device == "cpu" else 0)
-    needs = [("host", host, had["host_bytes"], "machine.host_bytes")]
-    if device != "cpu":
-        needs.insert(0, ("device", plan.device_bytes, had["device_bytes"], "machine.device_bytes"))
-    for kind, needed, has, path in needs:
-        if has is not None and needed > has:
-            return (
-                f"model: got {model}, which needs {needed:,} bytes of {kind} memory, allowed {has:,}; choose a smaller model "
-                f"or shape, or set {path} if the machine has more"
-            )
-    return None
-
-
-def outlook(system: Any, cell: Cell) -> tuple[list[dict[str, Any]], str | None]:
-    """What a system that is built expects of itself, as events (`plan`; `predicted` where the cost model knows it), and why it
-    has no room, if it has none. Nothing stays allocated."""
-    from baselines.model import config_of, count_params
-    from engine import MegaTrain
-
-    plan, model, num_params = system.plan(), cell.model, count_params(cell.model).total
-    chosen = {"placement": system.placement} if hasattr(system, "placement") else {}
-    planned = {
-        "event": "plan",
-        "plan": {"device": dict(plan.device), "host": dict(plan.host), **chosen},
-        "dtypes": system.dtypes(),
-        "caveat": getattr(system, "caveat", None),
-        "num_params": num_params,
-        "flops_per_token": flops.per_token(config_of(model), num_params, cell.shape.seq_len),
-        "tokens_per_step": cell.shape.num_tokens,
-    }
-    told = [planned]
-    if cell.machine.device == "cuda" and cell.dtype == "bfloat16" and isinstance(system, MegaTrain):  # rates are those of bf16
-        rates, placement = dataclasses.asdict(system.rates), system.placement
-        num_steps = cell.measure.steps_per_window
-        seconds = {"step_s": system.predict().step_s, "window_step_s": system.predict_window(num_steps) / num_steps}
-        prediction = {**seconds, "rates": rates, "placement": placement}
-        told.append({"event": "predicted", "prediction": prediction})  # of a cell without room too: figures draw it as what it is
-    return told, fits(plan, model.name, cell.machine.device, environment.machine(cell.machine, None))
 
 
 def cap_device_memory(num_bytes: int) -> None:
@@ -92,28 +34,26 @@ def work(cell: Cell, emit: Emitter, rates: Mapping[str, float] | None = None) ->
     emit("phase", name="import")
     import torch
 
-    from baselines import megatrain
     from baselines.model import initial_weights
     from baselines.model_check import require_runnable
-    from baselines.registry import build
     from engine import Rates
-    from sweeps import bench, data, heldout
+    from sweeps import bench, data, heldout, outlook
 
     spec = cell.spec()
     if cell.machine.device == "cuda" and cell.machine.device_bytes:
         cap_device_memory(cell.machine.device_bytes)
     try:
         require_runnable(cell.model)
-        system = build(cell.system, spec) if rates is None else megatrain.build(spec, rates=Rates(**rates))
-        told, refusal = outlook(system, cell)
+        system = outlook.built(cell, rates=Rates(**rates) if rates else None)
+        expected = outlook.outlook_of(system, cell)
         steps = data.batches(data.corpus_of(cell.data), cell.shape, cell.seed)
     except ValueError as error:
         emit("invalid", reason=" ".join(str(error).split()))
         return
-    for event in told:
+    for event in expected.events:
         emit(**event)
-    if refusal:
-        emit("failed", status="wont_fit", reason=refusal)
+    if expected.refusal:
+        emit("failed", status="wont_fit", reason=expected.refusal)
         return
     emit("phase", name=getattr(system, "setup_phase", "setup"))
     model = None

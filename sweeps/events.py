@@ -7,6 +7,7 @@ is a ValueError of one line.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -66,9 +67,11 @@ def prediction(value: Any) -> bool:
     return all(map(positive, seconds)) and named(number)(value.get("rates"))
 
 
-def events(value: Any) -> bool:
-    """A list of events."""
-    return isinstance(value, list) and not any(map(wrong, value))
+def expected(value: Any) -> bool:
+    """A plan, and a prediction after it where there is one."""
+    if not isinstance(value, list) or any(map(wrong, value)):
+        return False
+    return [event["event"] for event in value] in (["plan"], ["plan", "predicted"])
 
 
 FIELDS: Mapping[str, Mapping[str, Check]] = {
@@ -98,9 +101,22 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
     "heldout": {"loss": number},
     "failed": {"status": lambda value: value in STATUSES and value != "ok", "reason": text},
     "invalid": {"reason": text},
-    "seen": {"cell": text, "told": events, "refusal": maybe(text), "step_s": maybe(number)},
+    "outlook": {"cell": text, "events": expected, "refusal": maybe(text)},
 }
-"""All of them are required. `seen` is of a look at many cells (sweeps.check)."""
+"""All of them are required. `outlook` comes of many cells from one process (sweeps.outlook)."""
+
+
+class Emitter:
+    """emit(event, **fields): one JSON line on the pipe."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __call__(self, event: str, **fields: Any) -> None:
+        """Write one event whole; infinities and NaN pass as Python's own JSON words."""
+        data = json.dumps({"event": event, **fields}).encode() + b"\n"
+        while data:
+            data = data[os.write(self._descriptor, data) :]
 
 
 def wrong(event: Any) -> str | None:

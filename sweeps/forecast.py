@@ -1,7 +1,7 @@
-"""How long a study will take: said before its first cell, and what is left of it after each; and what a time limit leaves room for.
+"""How long a study will take, what is left of it after each cell, what a time limit has room for.
 
-Invariant: seconds come from the engine's cost model (on a GPU) or from rows in the study's folder, and where neither knows
-the word is "unknown"; nothing that is said here reaches a row.
+Invariant: seconds come from the engine's cost model (on a GPU) or from rows in the study's folder,
+and where neither knows the word is "unknown"; nothing that is said here reaches a row.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from typing import Any
 
 from sweeps.config import Cell
 from sweeps.identity import configuration, flat
+from sweeps.outlook import Outlook
 from sweeps.result import Row
 from sweeps.rows import Rows, comparable
 
 HIDDEN = ("experiment", "output_dir", "logging", "time_limit_s")
-"""Parts of a config that tell no cell of a study from another."""
+"""Parts of a config that never tell one cell of a study from another."""
 
 
 class Forecast:
     """The cells of one command, and what is known of their time."""
 
-    def __init__(self, cells: Sequence[Cell], predicted: Mapping[str, float], rows: Rows) -> None:
-        """predicted: cell's hash -> seconds a step; 0 where it will be refused."""
-        self.cells, self._predicted, self._rows = list(cells), dict(predicted), rows
+    def __init__(self, cells: Sequence[Cell], outlooks: Mapping[str, Outlook], rows: Rows) -> None:
+        """outlooks: by the hash of a cell."""
+        self.cells, self._outlooks, self._rows = list(cells), outlooks, rows
         self.left = [cell for cell in cells if not rows.standing(cell)]
         words = [one.split() for one in settings(cells)]
         beside = [[word for word in one if not word.startswith("system=")] for one in words]
@@ -33,9 +34,13 @@ class Forecast:
         """By hash, what tells a cell from the others beside its system."""
 
     def step_s(self, cell: Cell) -> float | None:
-        """Seconds a step: as predicted, or of the row of the same system and model that is most alike, by tokens; None: unknown."""
-        if cell.hash in self._predicted:
-            return self._predicted[cell.hash]
+        """Seconds a step: as predicted, or by tokens from the likest row of the system and model.
+
+        None where neither is known.
+        """
+        known = self._outlooks.get(cell.hash)
+        if known is not None and known.step_s is not None:
+            return known.step_s
         row = _likest(cell, [row for row in self._speeds(cell) if row.system == cell.system])
         if row is None:
             return None
@@ -43,8 +48,10 @@ class Forecast:
         return statistics.median(row.step_s) * cell.shape.num_tokens / num_tokens
 
     def extra_s(self, cell: Cell) -> float | None:
-        """Seconds beside the steps (importing, making the model, giving memory back), as in the row of the same model that is most
-        alike; None where no row tells."""
+        """Seconds beside the steps: importing, making the model, giving memory back.
+
+        They are those of the likest row of the model; None where no row tells.
+        """
         row = _likest(cell, [row for row in self._speeds(cell) if row.cell_s is not None])
         if row is None:
             return None
@@ -57,7 +64,10 @@ class Forecast:
         return [row for row in rows if row.model == cell.model.name]
 
     def seconds(self, cell: Cell) -> float | None:
-        """Of the whole cell, or of its steps alone where no row tells what comes on top; 0 where it will be refused."""
+        """Seconds that the cell takes; those of its steps alone where no row tells what comes on top.
+
+        0 where there is no room for it.
+        """
         step_s = self.step_s(cell)
         if step_s is None:
             return None
@@ -92,7 +102,10 @@ class Forecast:
         return f"about {duration(self.seconds(cell) or 0)} ({steps})"
 
     def too_long(self, cell: Cell, left_s: float, limit_s: float) -> str | None:
-        """Why a cell is not to be begun with so many seconds left of the limit, and what to do; None where it is."""
+        """Why a cell is not begun with so many seconds left of the limit, and what to do.
+
+        None where it is begun.
+        """
         if self._rows.standing(cell):
             return None
         expected = self.seconds(cell) or 0.0  # nobody knows, or no room: it ends at once
@@ -114,14 +127,11 @@ class Forecast:
             print(f"{len(self.left)} of {len(self.cells)} cells left; time left: {self.remaining()}", flush=True)
 
 
-def announce(cells: Sequence[Cell], predicted: Mapping[str, float], rows: Rows) -> Forecast:
-    """The forecast of a study, printed where it has more than one cell.
-
-    predicted: cell's hash -> seconds a step.
-    """
+def announce(cells: Sequence[Cell], outlooks: Mapping[str, Outlook], rows: Rows) -> Forecast:
+    """The forecast of a study, printed where it has more than one cell."""
     if len(cells) < 2:
         return Forecast([], {}, rows)
-    forecast = Forecast(cells, predicted, rows)
+    forecast = Forecast(cells, outlooks, rows)
     print("\n".join(forecast.lines()), flush=True)
     return forecast
 
@@ -152,7 +162,10 @@ def duration(seconds: float) -> str:
 
 
 def settings(cells: Sequence[Cell]) -> list[str]:
-    """What tells each cell from the others: the first fields of the config, system and preset before all, that suffice."""
+    """What tells each cell from the others: the first fields of the config that suffice for it.
+
+    System and preset come before all other fields.
+    """
     configs = [dict(_shown(cell)) for cell in cells]
     every = (key for config in configs for key in config)
     chosen: list[str] = []

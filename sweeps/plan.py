@@ -1,7 +1,7 @@
-"""What a cell would need and how long a step would take, without running it: bytes by kind, placement, predicted timeline.
+"""Prints the outlook of one cell: bytes by kind, placement, predicted timeline.
 
-Invariant: the bytes are those that a cell is refused by, and the timeline is the engine's own schedule at the machine's
-rates, so the picture cannot say what the engine would not do.
+Invariant: the bytes are those that a cell is refused by, and the timeline is the engine's own
+schedule at the machine's rates, so the picture cannot say what the engine would not do.
 
     python -m sweeps.plan model=qwen2.5-7b system=megatrain_fast              # this machine; rates are probed on its GPU
     python -m sweeps.plan model=qwen2.5-32b system=megatrain_fast +rates=h200_64cores      # a machine that is not here
@@ -18,18 +18,15 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from baselines.megatrain import build as build_engine
-from baselines.model import count_params
 from baselines.model_check import require_runnable
-from baselines.registry import build
-from baselines.system import SystemSpec, Unsupported
-from engine import Machine, MegaTrain, Plan, Rates, Timeline
+from baselines.system import Unsupported
+from engine import Machine, MegaTrain, Rates, Timeline
 from sweeps import auto, environment
-from sweeps.cell import fits
 from sweeps.command_line import mend_streams
 from sweeps.config import Cell, cell_from, require
 from sweeps.errors import USER_ERRORS, one_line, overrides_in, parse
 from sweeps.identity import label
+from sweeps.outlook import built, outlook_of
 
 WIDTH = 60
 """Characters of a bar."""
@@ -39,7 +36,7 @@ LANES = (("compute", "compute"), ("h2d", "load"), ("d2h", "store"), ("fetch", "f
 NEEDED = {"machine": ("device_bytes", "host_bytes"), "recipe": ("total_steps",), "model": ("name",)}
 """Fields that are read before the config is checked, where rates are given."""
 RATES = (1.0, 1e24)
-"""What happens in a second: less than one, or more than a yotta, is a slip of the pen."""
+"""Least and most that may happen in a second: beyond them it is a slip of the pen."""
 MEMORY = ("device_memory", "host_memory")
 """Fields of a rates file that are sizes."""
 
@@ -97,13 +94,6 @@ def _check_rates(given: Mapping[str, Any]) -> None:
             raise ValueError(f"rates.{name}: got {value!r}, allowed a number from 1 to 1e24; see conf/rates for an example")
 
 
-def planned(cell: Cell, machine: Machine | None) -> tuple[Plan, Any]:
-    """The plan, and the system. Allocates nothing that grows with the model."""
-    spec: SystemSpec = cell.spec()
-    system = build_engine(spec, machine) if cell.system == "megatrain" else build(cell.system, spec)
-    return system.plan(), system
-
-
 def memory_lines(kinds: Mapping[str, int], has: int | None) -> list[str]:
     """One bar a kind, the whole width being what the machine has (or, unknown, what is needed)."""
     total = sum(kinds.values())
@@ -145,30 +135,28 @@ def timeline_lines(timeline: Timeline) -> list[str]:
 def report(cell: Cell, machine: Machine | None) -> list[str]:
     """All lines of the answer."""
     require_runnable(cell.model)
-    plan, system = planned(cell, machine)
-    had = dict(environment.machine(cell.machine, None))
-    num_params, shape = count_params(cell.spec().model).total, cell.shape
+    system = built(cell, machine=machine)
+    outlook, has = outlook_of(system, cell), environment.machine(cell.machine, None)
+    num_params, shape = outlook.events[0]["num_params"], cell.shape
     lines = [
         f"{cell.model.name} ({num_params / 1e9:.2f}B parameters), {shape.batch_size} x {shape.seq_len} tokens, "
         + " ".join(filter(None, (cell.system, cell.options.get("preset"), "compiled" if cell.options.get("compile") else ""))),
         "",
         "device, GB",
-        *memory_lines(plan.device, had["device_bytes"]),
+        *memory_lines(outlook.plan["device"], has["device_bytes"]),
         "",
         "host, GB",
-        *memory_lines(plan.host, had["host_bytes"]),
+        *memory_lines(outlook.plan["host"], has["host_bytes"]),
     ]
-    refusal = fits(plan, cell.model.name, cell.machine.device, had)
     engine = system if isinstance(system, MegaTrain) else None
     if engine is None and hasattr(system, "placement"):
         lines += ["", f"room for the activations of {system.placement['kept_layers']} layers"]
     if engine is not None:
         lines += ["", "placement", *layer_map(engine)]
-        if cell.machine.device == "cuda" and cell.dtype == "bfloat16":  # the rates are those of bf16 products
+        if outlook.prediction is not None:
             timeline = engine.predict()
             tokens_per_s = shape.num_tokens / timeline.step_s
-            num_steps = cell.measure.steps_per_window
-            in_windows = engine.predict_window(num_steps) / num_steps
+            num_steps, in_windows = cell.measure.steps_per_window, outlook.prediction["window_step_s"]
             lines += [
                 "",
                 f"predicted step {timeline.step_s:.3f} s: {tokens_per_s:,.0f} tokens/s, {6e-12 * num_params * tokens_per_s:.0f} "
@@ -176,7 +164,7 @@ def report(cell: Cell, machine: Machine | None) -> list[str]:
                 *timeline_lines(timeline),
                 f"  {in_windows:.3f} s in windows of {num_steps} steps, as the bench measures: each waits for its last update",
             ]
-    return [*lines, "", f"does not fit: {refusal}" if refusal else "fits"]
+    return [*lines, "", f"does not fit: {outlook.refusal}" if outlook.refusal else "fits"]
 
 
 def rate_card(rates: Rates) -> str:

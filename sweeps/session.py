@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sweeps import forecast, tuner
-from sweeps.check import SURVEY_S, survey
 from sweeps.command import Command
 from sweeps.config import Cell
-from sweeps.isolate import Outcome
+from sweeps.outlook import OUTLOOKS_S, Outlook, outlooks
 from sweeps.result import Row
 from sweeps.rows import Rows
 from sweeps.study import TimeIsUpError, run_cell, tidy
@@ -39,8 +38,8 @@ class Session:
         self.cells: list[Cell] = []
         """The cells of this command, in order; none under other sweepers."""
         self.forecast = forecast.Forecast([], {}, self.rows)
-        self._refused: dict[str, Outcome] = {}
-        """The cells without room, by hash: they cost no process."""
+        self._outlooks: dict[str, Outlook] = {}
+        """What is known of the cells before they run, by hash; those without room need no process."""
         self._late: list[Cell] = []
         """Cells that the time limit left out or stopped."""
 
@@ -49,14 +48,13 @@ class Session:
 
         ValueError, one line, for a cell that its system would refuse; a cell alone says so itself.
         """
-        self.cells, step_s = list(cells), dict[str, float]()
+        self.cells = list(cells)
         if len(cells) > 1:
             print(f"{cells[0].experiment}: looking at {len(cells)} cells", flush=True)
             left_s = max(1.0, self._deadline(cells[0]) - time.monotonic())
             if new := [cell for cell in cells if not self.rows.standing(cell)]:
-                found = survey(new, min(left_s, SURVEY_S))
-                self._refused, step_s = found.refused, found.step_s
-        self.forecast = forecast.announce(cells, step_s, self.rows)
+                self._outlooks = outlooks(new, min(left_s, OUTLOOKS_S))
+        self.forecast = forecast.announce(cells, self._outlooks, self.rows)
 
     def run(self, cell: Cell, label: str = "[1]", *, trial: bool = False) -> Row | None:
         """The cell's row; None where the time limit left it out or stopped it.
@@ -89,7 +87,8 @@ class Session:
     def _run(self, cell: Cell, label: str) -> Row:
         """The cell's row. An interrupt says whether it is there: W&B may not be fed yet."""
         began = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        refused = self._refused.get(cell.hash)
+        outlook = self._outlooks.get(cell.hash)
+        refused = outlook.outcome if outlook else None
         try:
             return run_cell(cell, label, self.rows, self._deadline(cell), refused)
         except KeyboardInterrupt:

@@ -81,7 +81,7 @@ def ours() -> dict[int, str]:
 
 def cells() -> dict[int, str]:
     """Those of `ours` that belong to cells or looks at cells, daemons and keepers among them."""
-    words = ("sweeps.cell", "sweeps.check", "sleep 600")
+    words = ("sweeps.cell", "sweeps.outlook", "sleep 600")
     return {pid: command for pid, command in ours().items() if any(map(command.__contains__, words))}
 
 

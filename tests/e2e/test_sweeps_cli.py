@@ -342,7 +342,7 @@ def test_interrupting_the_imports_is_one_line(tmp_path: Path, module: str) -> No
 INTERRUPTED = {
     "report": ("analysis", "every row is there, the report was not finished"),
     "upload": ("sweeps.upload", "the cell's row is there"),
-    "look": ("sweeps.check", "no cell was running"),
+    "look": ("sweeps.outlook", "no cell was running"),
 }
 
 
@@ -350,7 +350,7 @@ INTERRUPTED = {
 def test_an_interrupt_says_what_is_there(tmp_path: Path, module: str, told: str) -> None:
     slow = f"import sys, time\nif {module!r} in sys.orig_argv:\n    open('{tmp_path}/here', 'w')\n"
     (tmp_path / "sitecustomize.py").write_text(f"{slow}    time.sleep(600)\n")
-    axes = ["--multirun", "measure.repeat=1,2"] if module == "sweeps.check" else []
+    axes = ["--multirun", "measure.repeat=1,2"] if module == "sweeps.outlook" else []
     mirrored = "logging=wandb" if module == "sweeps.upload" else "logging=none"
     command = command_of(tmp_path / "out", *axes, "system=in_memory", mirrored, *SMALL)
     env = ENVIRONMENT | {"PYTHONPATH": str(tmp_path)}

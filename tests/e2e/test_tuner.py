@@ -13,7 +13,8 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from baselines.system import Unsupported, build
+from baselines.registry import build
+from baselines.system import Unsupported
 from sweeps import auto, environment, tuner
 from sweeps.command import command_of
 from sweeps.config import Cell, cell_from

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sweeps import auto, check
+from sweeps import auto, outlook
 from sweeps.command import command_of
 from sweeps.config import Cell, cell_from
+from sweeps.events import wrong
 from sweeps.forecast import Forecast, announce, duration, settings
 from sweeps.isolate import Outcome
+from sweeps.outlook import Outlook
 from sweeps.result import Row
 from sweeps.rows import Rows
 from tests.models import H200
+
+STEP_OF_2_S = Outlook(events=[{"event": "predicted", "prediction": {"step_s": 2.0}}], refusal=None)
 
 
 def cells_of(*overrides: str) -> list[Cell]:
@@ -68,7 +73,7 @@ def test_rows_of_the_folder_predict_what_is_left(tmp_path: Path, capsys: pytest.
 
 def test_starting_up_counts_once_it_is_known(tmp_path: Path) -> None:
     cells = cells_of(f"output_dir={tmp_path}", "system.depth=1,2")
-    known = Forecast(cells, {cell.hash: 2.0 for cell in cells}, Rows())
+    known = Forecast(cells, {cell.hash: STEP_OF_2_S for cell in cells}, Rows())
     assert known.remaining() == "about 12 s, steps alone: starting up adds to it"
     with known.watching(cells[0]):
         Rows().append(cells[0].rows_path, row_of(cells[0], 3.0, cell_s=17.0, losses=[7.0] * 3))
@@ -88,7 +93,7 @@ def test_starting_up_takes_what_it_took_the_same_system(tmp_path: Path) -> None:
 def test_a_cell_is_begun_where_it_is_expected_to_end_in_time(tmp_path: Path) -> None:
     cells = cells_of(f"output_dir={tmp_path}", "system.depth=1,2,3")
     Rows().append(cells[0].rows_path, row_of(cells[0], 3.0, cell_s=17.0, losses=[7.0] * 3))
-    known = Forecast(cells, {cells[1].hash: 2.0}, Rows())
+    known = Forecast(cells, {cells[1].hash: STEP_OF_2_S}, Rows())
     assert known.too_long(cells[0], 0.0, 60.0) is None, "it has its number"
     assert known.too_long(cells[1], 14.5, 60.0) is None
     assert known.too_long(cells[1], 5.0, 60.0) == "5 s left of time_limit_s = 60, about 14 s needed; the same command goes on"
@@ -146,18 +151,19 @@ def test_the_cost_model_predicts_the_engine_on_a_gpu(monkeypatch: pytest.MonkeyP
     cells = []
     for cell in cells_of(*overrides):
         cells.append(cell_from({**cell.config, "machine": {**cell.config["machine"], "device": "cuda"}}))
-        check.look(cells[-1], memory, lambda event, **told: seen.append({"event": event, **told}))
+        found = outlook.outlook_here(cells[-1], memory)
+        assert found is not None
+        seen.append({"event": "outlook", "cell": cells[-1].hash, "events": found.events, "refusal": found.refusal})
     assert len(probed) == 1
-    first, *_, last = seen
-    assert (first["cell"], last["cell"]) == (cells[0].hash, cells[2].hash)
-    assert [event["event"] for event in first["told"]] == ["plan", "predicted"]  # figures draw it as what it is
-    assert 1 < last["step_s"] < 10
-    assert last["refusal"] is None
-    monkeypatch.setattr(check, "run_isolated", lambda *_, **__: Outcome(events=seen))
-    found = check.survey(cells)
-    assert list(found.refused) == [cells[0].hash, cells[1].hash]
-    assert found.refused[cells[0].hash].last("predicted")["prediction"]["step_s"] > 1
-    lines = Forecast(cells, found.step_s, Rows()).lines()
+    assert not any(map(wrong, json.loads(json.dumps(seen))))
+    monkeypatch.setattr(outlook, "run_isolated", lambda *_, **__: Outcome(events=seen))
+    first, second, last = outlook.outlooks(cells).values()
+    assert [event["event"] for event in first.events] == ["plan", "predicted"]  # figures draw it as what it is
+    assert 1 < (last.step_s or 0) < 10
+    assert (first.step_s, second.step_s, last.outcome) == (0.0, 0.0, None)
+    assert first.outcome is not None
+    assert first.outcome.last("predicted")["prediction"]["step_s"] > 1
+    lines = Forecast(cells, outlook.outlooks(cells), Rows()).lines()
     assert lines[1].endswith("does not fit")
     assert "steps)" in lines[3]
 

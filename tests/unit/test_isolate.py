@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from engine import NonFiniteLossError
-from sweeps import auto, check, memory, study
+from sweeps import auto, memory, outlook, study
 from sweeps.command import command_of
 from sweeps.isolate import Event, Outcome, run_isolated, verdict
 from sweeps.memory import DeviceSampler, Look, NoDevice, Pace, Sampler, host_bytes
@@ -167,10 +167,10 @@ def test_every_end_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bod
 
 
 def test_a_look_at_a_cell_nobody_asked_about_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = {"event": "seen", "cell": "nobody's", "told": [], "refusal": None, "step_s": 1.0}
-    monkeypatch.setattr(check, "run_isolated", lambda *_, **__: Outcome(events=[seen]))
+    seen = {"event": "outlook", "cell": "nobody's", "events": [], "refusal": None}
+    monkeypatch.setattr(outlook, "run_isolated", lambda *_, **__: Outcome(events=[seen]))
     auto.register()
-    assert check.survey(command_of(["model=tiny"]).cells) == check.Survey()
+    assert outlook.outlooks(command_of(["model=tiny"]).cells) == {}
 
 
 def test_what_was_measured_before_the_time_was_up_counts_and_the_row_says_what_did_not(

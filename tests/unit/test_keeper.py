@@ -147,11 +147,11 @@ def running(word: str, parent: int) -> list[int]:
 
 def test_a_look_at_cells_dies_with_its_study(tmp_path: Path) -> None:
     """However long it would have looked; a command that is given again has the machine to itself."""
-    slow = "import sys, time\nif 'sweeps.check' in sys.orig_argv: time.sleep(600)\n"
+    slow = "import sys, time\nif 'sweeps.outlook' in sys.orig_argv: time.sleep(600)\n"
     (tmp_path / "sitecustomize.py").write_text(slow)
     command = command_of(tmp_path, "--multirun", "system=in_memory,megatrain", "model=tiny")
     path = {"PYTHONPATH": str(tmp_path)}
     with subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT | path, stdout=subprocess.DEVNULL) as study:
-        pids = awaited(lambda: running("sweeps.check", study.pid))
+        pids = awaited(lambda: running("sweeps.outlook", study.pid))
         study.kill()
     assert end(pids)

@@ -14,7 +14,7 @@ from baselines.model import config_of, initial_weights, materialise
 from baselines.registry import build
 from baselines.system import ModelSpec, Shape
 from engine import Widths, layer_activation_bytes
-from sweeps.cell import outlook
+from sweeps.outlook import outlook_of
 from tests.made_rows import row
 from tests.parity import test_baseline_parity as parity
 from tests.unit.test_baselines_model import CPU, TINY
@@ -196,6 +196,6 @@ def test_a_rival_that_keeps_nothing_is_the_cell_that_it_was_before_it_could():
 
 def test_a_row_says_how_many_layers_were_kept():
     cell = composed("system=in_memory_kept", "model=tiny", "machine.device=cpu")
-    assert outlook(build(cell.system, cell.spec()), cell)[0][0]["plan"]["placement"] == {"kept_layers": 0}
+    assert outlook_of(build(cell.system, cell.spec()), cell).plan["placement"] == {"kept_layers": 0}
     cell = composed("system=in_memory", "model=tiny", "machine.device=cpu")
-    assert "placement" not in outlook(build(cell.system, cell.spec()), cell)[0][0]["plan"]
+    assert "placement" not in outlook_of(build(cell.system, cell.spec()), cell).plan

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sweeps import auto, cell, environment, study
+from sweeps import auto, cell, environment, outlook, study
 from sweeps.command import command_of
 from sweeps.config import Cell, cell_from
 from sweeps.isolate import Outcome
@@ -68,10 +68,19 @@ def test_what_is_known_reaches_the_cell_and_its_engine(tmp_path: Path, monkeypat
     assert rates == RATES
     assert cell_from({name: value for name, value in sent[0].items() if name != "rates"}).hash == one.hash
 
-    def outlook(system: Any, _: Cell) -> tuple[list[Any], str]:
+    def seen_enough(system: Any, _: Cell) -> outlook.Outlook:
         seen.append(system.rates)
-        return [], "seen enough"
+        return outlook.Outlook(events=[], refusal="seen enough")
 
-    monkeypatch.setattr(cell, "outlook", outlook)
+    monkeypatch.setattr(outlook, "outlook_of", seen_enough)
     cell.work(one, lambda event, **fields: None, rates)
     assert seen == [H200]
+
+
+def test_a_model_that_draws_random_numbers_is_refused_with_known_rates_too(tmp_path: Path) -> None:
+    random = ["model.model_type=phimoe", "+model.config.num_local_experts=4"]
+    events: list[tuple[str, str]] = []
+    drawing = cell_of(tmp_path, *random)
+    cell.work(drawing, lambda event, **fields: events.append((event, fields.get("reason", ""))), RATES)
+    assert [event for event, _ in events] == ["phase", "invalid"]
+    assert "draws random numbers" in events[-1][1]

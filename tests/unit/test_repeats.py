@@ -6,11 +6,12 @@ import pytest
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from omegaconf import OmegaConf
 
-from sweeps import auto, check
+from sweeps import auto
 from sweeps.command import command_of
 from sweeps.config import Cell, cell_from
 from sweeps.errors import parse
 from sweeps.identity import configuration
+from sweeps.outlook import Outlook, outlook_here
 from tests.unit.test_sweeps_config import composed
 
 HEADLINE = sorted(path.stem for path in (auto.CONF / "experiment").glob("zero3_*.yaml"))
@@ -72,17 +73,15 @@ def test_a_system_to_repeat_that_does_not_exist_is_one_line() -> None:
 def test_what_has_no_room_on_a_gpu_is_known_without_one(system: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "device", lambda: "cuda")
     machine = ["machine.host_bytes=137438953472", "machine.device_bytes=150754820096"]
-    seen: list[dict[str, Any]] = []
 
-    def look(*overrides: str, predict: bool = True) -> dict[str, Any] | None:
-        check.look(composed(*overrides, "shape=b32x1024", *machine), {}, lambda event, **told: seen.append(told), predict=predict)
-        return seen.pop() if seen else None
+    def look(*overrides: str, predict: bool = True) -> Outlook | None:
+        return outlook_here(composed(*overrides, "shape=b32x1024", *machine), {}, predict=predict)
 
     found = look(f"system={system}", "model=qwen2.5-14b")
     assert found is not None
-    assert f"bytes of {kind} memory, allowed" in found["refusal"]
-    assert found["told"][0]["num_params"] == pytest.approx(14.77e9, rel=1e-3)
+    assert f"bytes of {kind} memory, allowed" in (found.refusal or "")
+    assert found.events[0]["num_params"] == pytest.approx(14.77e9, rel=1e-3)
     small = look(f"system={system}", "model=qwen2.5-3b")
     assert small is not None
-    assert (small["refusal"], small["told"], small["step_s"]) == (None, [], None)
+    assert (small.refusal, small.prediction, small.step_s) == (None, None, None)
     assert look("system=megatrain", "model=qwen2.5-32b", predict=False) is None  # its placement needs the GPU's rates

@@ -16,26 +16,52 @@ from tests.e2e.test_sweeps_cli import SMALL
 from tests.made_rows import row
 
 
-def cell_of(arguments: list[str]) -> Cell:
+@pytest.fixture
+def as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What main sets of the process is undone."""
+    for name, value in (("HYDRA_FULL_ERROR", "0"), ("MEGATRAIN_FULL_ERROR", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+
+
+def ended(arguments: list[str]) -> list[Cell]:
+    """The cells of a command line, each with a row that stands and has no number."""
     auto.register()
-    (cell,) = command.command_of(arguments).cells
-    return cell
+    cells = command.command_of(arguments).cells
+    for cell in cells:
+        Rows().append(cell.rows_path, row("in_memory", status="nonfinite", cell=cell.hash, machine={}))
+    return cells
 
 
+@pytest.mark.usefixtures("as_it_was")
 def test_a_command_leaves_nothing_to_the_next_one_of_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in (("HYDRA_FULL_ERROR", "0"), ("MEGATRAIN_FULL_ERROR", "0")):
-        monkeypatch.setenv(name, value)  # main sets them
-    monkeypatch.setattr("signal.signal", lambda *_: None)
     arguments = ["system=in_memory", *SMALL, "logging=none", f"output_dir={tmp_path}"]
     monkeypatch.setattr(sys, "argv", ["run", *arguments, "time_limit_s=0.001"])
     assert run.main() == UNFINISHED
-    cell = cell_of(arguments)
-    Rows().append(cell.rows_path, row("in_memory", status="nonfinite", cell=cell.hash, machine={}))
+    (cell,) = ended(arguments)
     monkeypatch.setattr(sys, "argv", ["run", *arguments])
     assert run.main() == 1, "it has no number, and nothing is left to do"
     assert f"[1/1] in_memory: skipped, {cell.hash} is already nonfinite" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("as_it_was")
+@pytest.mark.parametrize("by", [[], ["hydra/launcher=basic"]], ids=["ours", "hydra"])
+def test_hydra_runs_the_same_cells_in_the_same_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], by: list[str]
+) -> None:
+    axes = ["--multirun", "seed=1,2", "measure.repeat=1,2", "system=in_memory", *by]
+    arguments = [*axes, *SMALL, "logging=none", f"output_dir={tmp_path}"]
+    cells = ended(arguments)
+    monkeypatch.setattr(sys, "argv", ["run", *arguments])
+    assert run.main() == 1
+    said = [line.partition(" in_memory:")[0] for line in capsys.readouterr().out.splitlines() if "skipped" in line]
+    rounds = [(1, 1), (2, 1), (1, 2), (2, 2)]
+    assert [(cell.seed, cell.measure.repeat) for cell in cells] == rounds
+    names = [f"measure.repeat={repeat} seed={seed}" for seed, repeat in rounds]
+    assert said == [f"[{number}/4] {name}," for number, name in enumerate(names, 1)]
+    assert (tmp_path / ".hydra" / "multirun.yaml").exists() is bool(by)
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,15 @@ import re
 import pytest
 
 from engine.timeline import Interval, Timeline
-from sweeps.plan import WIDTH, compose_plan, main, memory_lines, planned, report, timeline_lines
+from sweeps.outlook import built
+from sweeps.plan import WIDTH, compose_plan, main, memory_lines, report, timeline_lines
 
 ELSEWHERE = ["model=qwen2.5-7b", "+rates=h200_16cores"]
+
+
+def planned(cell, machine):
+    system = built(cell, machine=machine)
+    return system.plan(), system
 
 
 def test_a_machine_that_is_not_here_gets_its_placement_and_its_step():

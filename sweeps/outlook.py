@@ -1,0 +1,230 @@
+"""What a cell would need, whether there is room for it, how long its step would take.
+
+Everybody who asks that asks here: the command, of every cell before the first one runs; the cell's
+own process, before it allocates; `sweeps.plan`; and `sweeps.auto`, which chooses a model by it.
+
+Invariant: nothing stays allocated, and the command asks in a process of its own, so that it imports
+no measured library. A ValueError ends the sweep, a plan without room is the cell's outcome;
+whatever else a system raises here is left for its cell.
+
+    python -m sweeps.outlook --events-fd FD < {"cells": [config, ...]}     (started by `outlooks`)
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baselines import megatrain
+from baselines.model import config_of, count_params, refuse_random
+from baselines.model_check import require_runnable
+from baselines.registry import build
+from engine import Machine, MegaTrain, Plan, Rates
+from sweeps import environment, flops
+from sweeps.config import Cell, cell_from
+from sweeps.events import Emitter
+from sweeps.identity import configuration
+from sweeps.isolate import Event, Outcome, guarded, run_isolated
+from sweeps.memory import NoDevice
+
+OUTLOOKS_S = 120.0
+PREDICTIONS_S = 30.0
+"""No prediction begins later than that; a step without one is of unknown length."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """What is known of a cell before it runs."""
+
+    events: Sequence[Event]
+    """What the cell would say of it: `plan`, and `predicted` where the cost model knows its step."""
+    refusal: str | None
+    """Why there is no room for it, one line; None where there is."""
+
+    @property
+    def plan(self) -> Mapping[str, Any]:
+        """Bytes by kind on device and host, and the placement where the system has one."""
+        plan: Mapping[str, Any] = self.events[0]["plan"]
+        return plan
+
+    @property
+    def prediction(self) -> Mapping[str, Any] | None:
+        """Seconds a step, steady and in windows, and what they follow from; None: unknown."""
+        last = self.events[-1]
+        return last["prediction"] if last["event"] == "predicted" else None
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds a step; 0 without room, None where the cost model does not know the cell."""
+        if self.refusal:
+            return 0.0
+        return None if self.prediction is None else float(self.prediction["step_s"])
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """What becomes of a cell without room, which needs no process."""
+        if self.refusal is None:
+            return None
+        return Outcome(status="wont_fit", reason=self.refusal, events=list(self.events))
+
+
+def built(cell: Cell, machine: Machine | None = None, rates: Rates | None = None) -> Any:
+    """The cell's system, which allocates nothing that grows with the model before its setup.
+
+    machine: one that is not here, which the engine plans for. rates: what the engine would
+    otherwise probe of this one. ValueError for an option that the system does not have, and for a
+    model that draws random numbers.
+    """
+    if cell.system != "megatrain" or (machine is None and rates is None):
+        return build(cell.system, cell.spec())
+    engine = megatrain.build(cell.spec(), machine=machine, rates=rates)
+    refuse_random(cell.model)
+    return engine
+
+
+def outlook_of(system: Any, cell: Cell) -> Outlook:
+    """What a system that is built expects of itself, and whether there is room for it."""
+    plan, num_params = system.plan(), count_params(cell.model).total
+    placement = {"placement": system.placement} if hasattr(system, "placement") else {}
+    events: list[Event] = [
+        {
+            "event": "plan",
+            "plan": {"device": dict(plan.device), "host": dict(plan.host), **placement},
+            "dtypes": system.dtypes(),
+            "caveat": getattr(system, "caveat", None),
+            "num_params": num_params,
+            "flops_per_token": flops.per_token(config_of(cell.model), num_params, cell.shape.seq_len),
+            "tokens_per_step": cell.shape.num_tokens,
+        }
+    ]
+    on_gpu = cell.machine.device == "cuda"
+    if on_gpu and cell.dtype == "bfloat16" and isinstance(system, MegaTrain):  # rates are bf16's
+        events.append({"event": "predicted", "prediction": _prediction(system, cell)})
+    return Outlook(events=events, refusal=refusal_of(plan, cell))
+
+
+def _prediction(engine: MegaTrain, cell: Cell) -> dict[str, Any]:
+    num_steps = cell.measure.steps_per_window
+    return {
+        "step_s": engine.predict().step_s,
+        "window_step_s": engine.predict_window(num_steps) / num_steps,
+        "rates": dataclasses.asdict(engine.rates),
+        "placement": engine.placement,
+    }
+
+
+def refusal_of(plan: Plan, cell: Cell, share: float = 1.0) -> str | None:
+    """Why the plan has no room in that share of the machine, one line; None where it has.
+
+    On the CPU both parts of the plan are host memory.
+    """
+    device, machine = cell.machine.device, environment.machine(cell.machine, None)
+    host = plan.host_bytes + (plan.device_bytes if device == "cpu" else 0)
+    needs = [("host", host)]
+    if device != "cpu":
+        needs.insert(0, ("device", plan.device_bytes))
+    for kind, needed in needs:
+        has = machine[f"{kind}_bytes"]
+        if has is not None and needed > share * has:
+            return (
+                f"model: got {cell.model.name}, which needs {needed:,} bytes of {kind} memory, allowed "
+                f"{has:,}; choose a smaller model or shape, or set machine.{kind}_bytes if the "
+                "machine has more"
+            )
+    return None
+
+
+def outlooks(cells: Sequence[Cell], timeout_s: float = OUTLOOKS_S) -> dict[str, Outlook]:
+    """The outlooks of `cells` by hash, as far as the time goes.
+
+    ValueError, one line, for the first cell that its system refuses.
+    """
+    repeats: dict[str, list[Cell]] = {}  # of one configuration, which is asked about once
+    for cell in cells:
+        repeats.setdefault(configuration(cell.config), []).append(cell)
+    asked = {group[0].hash: group for group in repeats.values()}
+    outcome = run_isolated(
+        "sweeps.outlook",
+        {"cells": [group[0].config for group in asked.values()]},
+        log=Path(os.devnull),
+        timeout_s=timeout_s,
+        device=NoDevice(),
+        on_event=lambda event: None,
+        env=environment.cell_variables(),
+    )
+    found: dict[str, Outlook] = {}
+    for event in (event for event in outcome.events if event["event"] == "outlook"):
+        outlook = Outlook(events=event["events"], refusal=event["refusal"])
+        found |= {cell.hash: outlook for cell in asked.get(event["cell"], [])}
+    return found
+
+
+def require_models(cells: Sequence[Cell]) -> None:
+    """ValueError for the first model that cannot be built or run; each is asked about once."""
+    for number, model in enumerate(models := [cell.model for cell in cells]):
+        if model not in models[:number]:
+            require_runnable(model)
+
+
+def outlook_here(cell: Cell, probed: dict[Any, Rates], *, predict: bool = True) -> Outlook | None:
+    """The outlook of one of many cells; None where only the cell itself can tell.
+
+    probed: rates so far, by what they depend on. Without `predict` the engine on a GPU, whose
+    placement needs them, is left to its cell.
+    """
+    on_cpu = dataclasses.replace(cell.spec(), device=torch.device("cpu"))
+    system = build(cell.system, on_cpu)  # it says what is wrong with its options
+    if cell.machine.device == "cpu":
+        return outlook_of(system, cell)
+    if cell.system != "megatrain":
+        return outlook_of(built(cell), cell)
+    if not predict or cell.dtype != "bfloat16":
+        return None
+    key = cell.options.get("pinned"), cell.options.get("torch_adamw")
+    engine = built(cell, rates=probed.get(key))
+    probed[key] = engine.rates
+    return outlook_of(engine, cell)
+
+
+def say(work: Callable[[], Outlook | None], cell: str, emit: Emitter) -> None:
+    """Say the outlook that `work` finds, or what it refuses."""
+    try:
+        outlook = work()
+    except ValueError as error:
+        emit("invalid", reason=" ".join(str(error).split()))
+        return
+    if outlook is not None:
+        emit("outlook", cell=cell, events=list(outlook.events), refusal=outlook.refusal)
+
+
+def main() -> int:
+    """Always 0: what is wrong leaves on the pipe."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--events-fd", type=int, required=True)
+    emit = Emitter(parser.parse_args().events_fd)
+    probed, started = dict[Any, Rates](), time.monotonic()
+
+    def ignore(event: str, **fields: Any) -> None:
+        """Not a ValueError: the cell will say it in its row."""
+
+    cells = [cell_from(config) for config in json.load(sys.stdin)["cells"]]
+    guarded(partial(say, partial(require_models, cells), "", emit), ignore)
+    for cell in cells:
+        predict = time.monotonic() - started < PREDICTIONS_S
+        work = partial(outlook_here, cell, probed, predict=predict)
+        guarded(partial(say, work, cell.hash, emit), ignore)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
