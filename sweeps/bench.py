@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,19 @@ import torch
 
 from baselines.system import TrainingSystem
 from engine import Batch, NonFiniteLossError
-from sweeps.clock import Stopwatch
 from sweeps.config import Measure
 
 Emit = Callable[..., None]
 """emit(event, **fields): progress to whoever watches; must return at once."""
 
 
-def measure(system: TrainingSystem, batches: Iterator[Batch], spec: Measure, emit: Emit, watch: Stopwatch | None = None) -> None:
+def measure(
+    system: TrainingSystem,
+    batches: Iterator[Batch],
+    spec: Measure,
+    emit: Emit,
+    clock: Callable[[], float] = time.perf_counter,
+) -> None:
     """Train `spec.num_steps` steps of a system that is set up, and time the windows among them.
 
     What it saw leaves as `losses` events, one for the warm-up and one a window: first_step; losses, mean per label token,
@@ -32,7 +38,6 @@ def measure(system: TrainingSystem, batches: Iterator[Batch], spec: Measure, emi
 
     Raises NonFiniteLossError, after the step's window was reported, when a loss is NaN or infinite.
     """
-    watch = watch or Stopwatch()
     emit("phase", name="warm-up")
     warmup = [next(batches) for _ in range(spec.warmup_steps)]
     pending = _enqueue(system, warmup, 0, emit)
@@ -44,10 +49,10 @@ def measure(system: TrainingSystem, batches: Iterator[Batch], spec: Measure, emi
         first_step = spec.warmup_steps + window * spec.steps_per_window
         steps = [next(batches) for _ in range(spec.steps_per_window)]
         num_tokens = sum(batch.num_tokens for batch in steps)
-        watch.start()
+        started = clock()
         pending = _enqueue(system, steps, first_step, emit)
         system.drain()
-        seconds = watch.stop()
+        seconds = clock() - started
         before, counted = counted, dict(system.counters())
         counters = {name: value - before.get(name, 0.0) for name, value in counted.items()}
         _read(pending, first_step, emit, seconds=seconds, num_tokens=num_tokens, counters=counters)

@@ -13,7 +13,6 @@ import torch
 
 from engine import Batch, NonFiniteLossError
 from sweeps import auto, bench
-from sweeps.clock import Stopwatch
 from sweeps.command import command_of
 from sweeps.config import Measure
 from sweeps.isolate import Outcome
@@ -60,7 +59,7 @@ def run(system: Recorder, **fields: float) -> list[dict]:
     """The `losses` events of eight steps: two of warm-up, two windows of three."""
     events: list[dict] = []
     spec = Measure(**{"warmup_steps": 2, "windows": 2, "steps_per_window": 3, **fields})
-    bench.measure(system, forever(), spec, lambda event, **more: events.append({"event": event, **more}), Stopwatch(system.clock))
+    bench.measure(system, forever(), spec, lambda event, **more: events.append({"event": event, **more}), system.clock)
     return [event for event in events if event["event"] == "losses"]
 
 
