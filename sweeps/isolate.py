@@ -1,8 +1,9 @@
 """A fresh process for every cell, and a verdict whatever becomes of it.
 
-Invariant: nothing a cell does (crash, hang, SIGKILL, running out of memory, bytes that are no event) reaches the parent but as
-an `Outcome`; when that is there, nothing that the cell started is alive; a parent that stops, however, takes both with it
-(sweeps/keeper.py). The one place with a broad except.
+Invariant: whatever a cell does (crash, hang, SIGKILL, no memory, bytes that are no event) reaches
+the parent as an `Outcome` alone; once that is there, nothing that the cell started is alive. A
+parent that stops, in whatever way, takes both with it (sweeps/keeper.py). This is the one place
+with a broad except.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ class Outcome:
     status: str = "error"
     reason: str = ""
     events: list[Event] = field(default_factory=list)
-    """Everything the cell said, but progress."""
+    """Everything the cell said except progress."""
     peak_host_bytes: int | None = None
     peak_host: dict[str, int] = field(default_factory=dict)
     peak_device_nvml_bytes: int | None = None
     pace: Pace = field(default_factory=Pace)
-    """Of the device, from the first timed window to the last."""
+    """How the device ran, from the first timed window to the last."""
     timed_out: bool = False
     """Whether it was killed because its time was up; what it had measured by then counts."""
     cell_s: float | None = None
     """Seconds that its process lived."""
     crowd_device_bytes: int | None = None
-    """Device memory that others had, as sweeps.study saw it."""
+    """Device memory that others held, as sweeps.study saw it."""
 
     def last(self, name: str) -> Event:
         """The latest event of that name, or an empty one."""
@@ -65,10 +66,10 @@ def run_isolated(
     env: Mapping[str, str] | None = None,
     wrapper: Sequence[str] = (),
 ) -> Outcome:
-    """Run `python -m module` with `config` as JSON on its stdin, its output in `log`, until it ends or `timeout_s` passed.
+    """Run `python -m module` until it ends or `timeout_s` passed; `config` is JSON on its stdin.
 
-    wrapper: a command that execs the rest of its command line (numactl, nice). ValueError when the cell says that its
-    configuration is invalid.
+    log: where its output goes. wrapper: a command that execs the rest of its command line (numactl,
+    nice). ValueError when the cell says that its configuration is invalid.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     started, outcome = time.monotonic(), Outcome()
@@ -105,8 +106,8 @@ class Kept:
                 env=env,
             )
         keeper.adopt_orphans(True)  # those of a keeper that somebody kills
-        self._told = self._socket.makefile("rb")
-        self.pid = int(self._told.readline() or self.keeper.pid)
+        self._lines = self._socket.makefile("rb")
+        self.pid = int(self._lines.readline() or self.keeper.pid)
 
     def end(self) -> int:
         """End it and all that it started; its exit code, or the negative number of its signal."""
@@ -115,8 +116,8 @@ class Kept:
         keeper.end_descendants(besides=self._others)
         keeper.adopt_orphans(False)
         os.close(self.events)
-        with self._socket, self._told as told:
-            return int(told.readline() or self.keeper.returncode)
+        with self._socket, self._lines as lines:
+            return int(lines.readline() or self.keeper.returncode)
 
 
 def _stdin(config: Mapping[str, Any]) -> BinaryIO:

@@ -23,16 +23,16 @@ class LockTimeoutError(Exception):
 
 @contextmanager
 def held(path: Path, deadline: float, waiting: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock of that file; `waiting` is told once of the process that has it, in words.
+    """Hold the lock of that file; `waiting` is called once with the process that has it, in words.
 
     deadline: on time.monotonic's clock; LockTimeoutError where another process has it by then.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    told = False
+    has_waited = False
     while (descriptor := _taken(path)) is None:
-        if not told:
+        if not has_waited:
             waiting(_holder(path))
-            told = True
+            has_waited = True
         if time.monotonic() > deadline:
             raise LockTimeoutError
         time.sleep(POLL_S)

@@ -1,7 +1,7 @@
 """Memory and pace seen from outside: PSS of a process tree, the device by NVML, the machine's limits.
 
-Invariant: the measured process never measures itself (but for torch's own allocator peak, which only it knows), and
-sampling backs off so that it takes at most two percent of one core.
+Invariant: the measured process never measures itself, except for the peak of torch's allocator,
+which only it knows; and sampling backs off so that it takes at most two percent of one core.
 """
 
 from __future__ import annotations
@@ -162,15 +162,15 @@ class Nvml:
         nvml, handle = self._nvml, self._handle
         return Look(
             at_s=time.monotonic(),
-            sm_mhz=self._told(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
-            energy_mj=self._told(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle)),
-            reasons=self._told(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
+            sm_mhz=self._asked(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+            energy_mj=self._asked(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle)),
+            reasons=self._asked(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
         )
 
-    def _told(self, query: Callable[[], Any]) -> int | None:
+    def _asked(self, query: Callable[[], Any]) -> int | None:
         try:
             return int(query())
-        except self._nvml.NVMLError:  # not told on this card
+        except self._nvml.NVMLError:  # this card does not tell
             return None
 
     def sample(self, pid: int) -> int | None:
@@ -192,7 +192,7 @@ class Nvml:
     def _crowd(self) -> Crowd | None:
         try:
             running = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
-        except self._nvml.NVMLError:  # not told on this card
+        except self._nvml.NVMLError:  # this card does not tell
             running = []
         others, used = {item.pid for item in running} - {os.getpid()}, self._used()
         return Crowd(num_bytes=used, num_processes=len(others)) if others or used > IDLE_BYTES else None

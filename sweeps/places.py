@@ -1,7 +1,7 @@
 """What a row says of places: names, in place of one machine's paths.
 
-Invariant: no folder of a user or a machine reaches a row. What lies in the output folder is told
-relative to it.
+Invariant: no folder of a user or a machine reaches a row. What lies in the output folder is
+named relative to it.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def _last_part(path: str) -> str:
 
 def _places(cell: Cell) -> Iterator[tuple[str, str]]:
     """(absolute path as it may stand in a message, name)."""
-    told: list[tuple[str | Path | None, str]] = [(cell.output_dir, "output_dir")]
+    places: list[tuple[str | Path | None, str]] = [(cell.output_dir, "output_dir")]
     for option in PATHS:
-        told += [(getattr(cell.machine, option), f"machine.{option}")]
-    told += [(os.environ.get("XDG_CACHE_HOME"), "$XDG_CACHE_HOME")]
-    told += [(os.path.expanduser("~"), "~"), (tempfile.gettempdir(), "$TMPDIR")]
-    told += [(ROOT, "megatrain-bench")]
-    told += [] if sys.prefix.split("/")[1] in EVERYWHERE else [(sys.prefix, "sys.prefix")]
-    for given, name in told:
+        places += [(getattr(cell.machine, option), f"machine.{option}")]
+    places += [(os.environ.get("XDG_CACHE_HOME"), "$XDG_CACHE_HOME")]
+    places += [(os.path.expanduser("~"), "~"), (tempfile.gettempdir(), "$TMPDIR")]
+    places += [(ROOT, "megatrain-bench")]
+    places += [] if sys.prefix.split("/")[1] in EVERYWHERE else [(sys.prefix, "sys.prefix")]
+    for given, name in places:
         for path in _spellings(given) if given else ():
             yield path, name
 

@@ -1,7 +1,8 @@
-"""The row: what one cell leaves behind, whatever happened to it. With identity.py and runfile.py all that analysis imports.
+"""The row: what one cell leaves behind, whatever happened to it, and the line of JSON that holds it.
 
-Invariant: a row is written once and never edited; units are in the names, bytes are integers, and a number
-that is not known is None.
+Invariant: a row is written once and never edited; units are in the names, bytes are integers, and a
+number that is not known is None. Analysis imports this file, identity.py, runfile.py and
+command_line.py alone.
 """
 
 from __future__ import annotations
@@ -107,8 +108,9 @@ class Row:
     also step_s (steady), window_step_s (as the windows measure it, drains included) and the rates (a second) they follow from.
     placement: where a system chose or was told what goes where, numbers of blocks and layers."""
     counters: dict[str, float] = field(default_factory=dict)
-    """Of all steps; beside it those of each window alone, in the order of step_s (empty in older rows)."""
+    """What the system counted over all steps."""
     window_counters: list[dict[str, float]] = field(default_factory=list)
+    """The same of each window alone, in the order of step_s; empty in older rows."""
     machine: dict[str, Any] = field(default_factory=dict)
     """gpu, num_gpus, device_bytes, cpu, num_cores, host_bytes, boot, matrix_peak_tflops, matrix_sustained_tflops, datasheet_tflops.
     boot: eight hex digits, the same in rows of one machine between two of its starts; None where unreadable. Older rows lack it,
@@ -284,7 +286,7 @@ def host_split(plan: Mapping[str, Any], peak_host_bytes: int | None, *, on_gpu: 
 
 
 KINDS: dict[str, Any] = get_type_hints(Row)
-"""Of each field of a row."""
+"""The type of each field of a row."""
 REQUIRED = tuple(
     one.name for one in dataclasses.fields(Row) if one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
 )
@@ -446,11 +448,12 @@ def unpacked(text: str, steps: Iterable[Mapping[str, Any]], where: str) -> Row:
 
 
 def compared(row: Row, rows: Sequence[Row], *, complete: bool = False) -> Row:
-    """`row` with its losses held against the reference of the same model, batches, recipe and dtype: the latest, and of its repeats
-    the first, which the others are held against like any row.
+    """`row`, its losses compared with the reference of the same model, batches, recipe and dtype.
 
-    The reference is REFERENCE, eager. STAND_IN, eager, takes its place where rows say that it has no room; where `rows` are
-    `complete`, wherever it was not measured, and then also compiled or, the last resort, STAND_IN_KEPT.
+    The reference is REFERENCE, eager. STAND_IN, eager, takes its place where rows say that there is
+    no room for it; where `rows` are `complete`, wherever it was not measured, and then also
+    compiled or, as a last resort, STAND_IN_KEPT. The latest of its rows counts, the first of its
+    repeats; its other repeats are compared with that one like any row.
     """
     if row.status != "ok":
         return row

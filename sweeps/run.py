@@ -135,8 +135,8 @@ def main(began: float | None = None) -> int:
             raise
         fail(error)
     except KeyboardInterrupt as interrupt:
-        told = str(interrupt) or "no cell was running"
-        print(f"interrupted: {told}; run the same command again to go on", file=sys.stderr)
+        state = str(interrupt) or "no cell was running"
+        print(f"interrupted: {state}; run the same command again to go on", file=sys.stderr)
         return 130
     finally:
         session.close()

@@ -1,8 +1,11 @@
-"""The search for a system's fastest knobs on this machine: what may be tried is in conf/tune, what was found in conf/system/tuned.
+"""The search for a system's fastest knobs on this machine.
 
-Invariant: every search has the same budget and timing (a test compares them) and starts from the system as it is, so what is
-written was at least as fast here; a trial without a number counts as 0 tokens/s and stops nothing. A trial whose first window is
-slower than PRUNE of the best so far ends there.
+What may be tried is in conf/tune, what was found in conf/system/tuned.
+
+Invariant: every search has the same budget and timing (a test compares them) and starts from the
+system as it is, so what is written was at least as fast here; a trial without a number counts as 0
+tokens/s and stops nothing. A trial whose first window is slower than PRUNE of the best so far ends
+there.
 
     python -m sweeps.run +tune=zero3 model=qwen2.5-14b shape=b32x1024
     python -m sweeps.run system=tuned/zero3-h200-64cores model=qwen2.5-14b shape=b32x1024
@@ -57,9 +60,10 @@ def require_trials(sweeper: DictConfig) -> None:
 
 
 def trials(start: Cell, rows: Rows) -> list[Row]:
-    """The latest row of every trial of the search that starts at `start`: same start, system, work and timing, on this machine.
+    """The latest row of every trial of the search from `start`, on this machine.
 
-    The start, a file of conf/system, is what the study is called after.
+    Its trials share the system, the work and the timing, and the study, which is called after the
+    start's file in conf/system.
     """
     found: dict[str, Row] = {}
     for row in filter(lambda row: row.config, rows.of(start)):
@@ -77,7 +81,7 @@ def best_of(rows: Sequence[Row]) -> Row | None:
 
 
 def pruned(cell: Cell, rows: Rows) -> Cell:
-    """The same cell, told to end after its first window where that is well below the best trial so far."""
+    """The same cell, which ends after its first window where that is well below the best trial."""
     best = best_of(trials(cell, rows))
     if best is None or best.tokens_per_s is None:
         return cell
@@ -92,9 +96,9 @@ def machine_of(row: Row) -> str:
 
 
 def finish(start: Cell, choice: str, rows: Rows, folder: Path = TUNED) -> int:
-    """Write the winner and the trials, say where and how to use them; the exit code.
+    """Write the winner and the trials, say where they are and how to use them; the exit code.
 
-    choice: the file of conf/system that the search started from, which the winner is called after.
+    choice: the file of conf/system that the search started from; the winner is called after it.
     """
     found = trials(start, rows)
     best, default = best_of(found), next((row for row in found if row.cell == start.hash), None)
@@ -119,12 +123,13 @@ def trial(row: Row) -> dict[str, Any]:
     """What is kept of one trial."""
     measured = ("cell", "status", "tokens_per_s", "step_s", "peak_device_bytes", "peak_host_bytes")
     where = ("allocator", "git_commit", "started_at")
-    told = {name: getattr(row, name) for name in (*measured, *where)}
-    return told | {"boot": row.machine.get("boot"), "system": row.config["system"], "process": row.config["process"]}
+    kept = {name: getattr(row, name) for name in (*measured, *where)}
+    groups = {name: row.config[name] for name in ("system", "process")}
+    return kept | {"boot": row.machine.get("boot")} | groups
 
 
 def overlay(best: Row, choice: str, num_trials: int) -> str:
-    """The winner as a file of conf/system on top of the one that the search started from: what differs, beside what it was."""
+    """The winner as a file of conf/system over the start's: what differs, and what it was before."""
     with initialize_config_dir(str(auto.CONF), version_base="1.3"):
         before: Any = OmegaConf.to_container(compose("config", [f"system={choice}"]), resolve=True)
     words = str(before["system"].get("preset") or "").split()

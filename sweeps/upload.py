@@ -1,8 +1,9 @@
-"""Rows of JSONL files fed to W&B: by the bench after every cell, and again by hand whenever runs are lost or wanted elsewhere.
+"""Rows of JSONL files fed to W&B: by the bench after every cell, and by hand where runs are lost.
 
-Invariant: reads the JSONL and nothing else, and a run holds its whole row, so `analysis.rows` makes the same frame of both.
-A run's id follows from the row's cell and start: what was uploaded is skipped offline and overwritten online, never doubled.
-A run counts as uploaded once its file was read back and found to be the row, and as long as that file stays as it was.
+Invariant: it reads the JSONL and nothing else, and a run holds its whole row, so `analysis.rows`
+makes the same frame of both. A run's id follows from the row's cell and start: what was uploaded is
+skipped offline and overwritten online, never doubled. A run counts as uploaded once its file was
+read back and found to be the row, and as long as that file stays as it was.
 
     python -m sweeps.upload outputs/quickstart                             # offline runs, beside the rows
     python -m sweeps.upload outputs/quickstart/rows.jsonl mode=online project=NAME cell=HASH
@@ -54,7 +55,10 @@ def _sealed(log: Path, project: str) -> str:
 
 
 def confirm(row: Row, log: Path, file: Path, position: int, project: str) -> None:
-    """Mark a run as uploaded, its file read back; ValueError, one line, where that is not the row: W&B tells of no full disk."""
+    """Mark a run as uploaded, once its file was read back.
+
+    ValueError, one line, where the file is not the row: W&B reports no full disk.
+    """
     try:
         found = runfile.read(log)
         whole = (found.row.to_json(), found.position, found.file) == (row.to_json(), position, file_id(file))
@@ -71,13 +75,16 @@ def confirm(row: Row, log: Path, file: Path, position: int, project: str) -> Non
 
 
 def config_of(row: Row, file: Path, position: int) -> dict[str, Any]:
-    """The run's config: the cell's, for W&B's tables, and the row with its place in the file, for `analysis.rows`."""
+    """The run's config: the cell's, for W&B's tables, and the row and its place in the file."""
     shown = {**row.config, "machine": row.machine, "versions": row.versions, "cell": row.cell}
     return shown | {"file": file_id(file), "position": position, "row": packed(row)}
 
 
 def upload(row: Row, file: Path, position: int, mode: str, project: str) -> Path:
-    """Write one run into the folder wandb beside `file`, where the row has that position; the run's own folder."""
+    """Write one run into the folder wandb beside `file`, and return the run's own folder.
+
+    position: the row's place in `file`.
+    """
     import wandb
 
     identity, folder = run_id(row), file.resolve().parent
@@ -145,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Upload, and print the folder of each run; 2 and one line where the command line, the rows or W&B are at fault, 1 where
     nobody reads on."""
     os.environ["WANDB_SILENT"] = "true"
-    logging.raiseExceptions = False  # a full disk is told once, below
+    logging.raiseExceptions = False  # a full disk is said once, below
     try:
         path, options = parse(sys.argv[1:] if arguments is None else arguments)
         items = rows_in(path, options["cell"])
@@ -158,8 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             folder = upload(row, file, position, options["mode"], options["project"])
         except Error as error:
-            told = " ".join(str(error).split())
-            print(f"upload: mode={options['mode']}: W&B said {told}; upload offline and `wandb sync` later", file=sys.stderr)
+            said = " ".join(str(error).split())
+            print(f"upload: mode={options['mode']}: W&B said {said}; upload offline and `wandb sync` later", file=sys.stderr)
             return 2
         except ValueError as error:
             print(f"upload: {error}", file=sys.stderr)
