@@ -276,8 +276,8 @@ def left_out(cell: Cell, choice: str | None, repeat: int | None = None) -> bool:
     choice: the system's file in conf/system. repeat: the cell's own where it is None.
     """
     repeated, number = cell.measure.repeated, repeat or cell.measure.repeat
-    known = (path.relative_to(SYSTEMS).with_suffix("") for path in SYSTEMS.rglob("*.yaml"))
-    files = sorted(map(str, known))
+    paths = [path for path in SYSTEMS.rglob("*.yaml") if path.parent.name != "common"]
+    files = sorted(str(path.relative_to(SYSTEMS).with_suffix("")) for path in paths)
     for system in repeated:
         if system not in files:
             allowed = ", ".join(files)

@@ -154,7 +154,7 @@ class Process:
             raise ValueError(f"process.timeout_s: got {self.timeout_s}, allowed > 0; give the seconds that one cell may take")
 
     @property
-    def starter(self) -> tuple[str, ...]:
+    def wrapper(self) -> tuple[str, ...]:
         """The command that starts the process; empty where it is started directly."""
         return ("numactl", *self.numactl.split()) if self.numactl.strip() else ()
 

@@ -46,7 +46,7 @@ class Rows:
 
     def latest(self, cell: Cell) -> Row | None:
         """The last row of the cell on this kind of machine."""
-        mine = (row for row in reversed(self.of(cell)) if row.cell == cell.hash)
+        mine = (row for row in reversed(self.of(cell)) if row.identity == cell.identity)
         return next((row for row in mine if _of_here(row, cell)), None)
 
     def standing(self, cell: Cell) -> Row | None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from sweeps import ceilings, environment, lock
 from sweeps.config import Cell
-from sweeps.identity import published
+from sweeps.identity import hashed, published, relabelled
 from sweeps.isolate import Event, Outcome, run_isolated
 from sweeps.memory import Crowd, device_sampler
 from sweeps.places import named
@@ -61,7 +61,7 @@ def run_cell(
         )
 
     try:
-        with lock.held(cell.output_dir / f".{cell.hash}.lock", deadline, waiting):
+        with lock.held(cell.output_dir / f".{cell.identity}.lock", deadline, waiting):
             if (known := rows.standing(cell)) is not None:  # another process measured it meanwhile
                 return _taken(_skipped(known, cell, label), cell, rows)
             return _measured(cell, label, rows, deadline, refused)
@@ -94,14 +94,20 @@ def _is_mirrored(known: Row, cell: Cell) -> bool:
 def _taken(known: Row, cell: Cell, rows: Rows) -> Row:
     """A row that stands, under the name of this study, and mirrored.
 
-    A row of another study in the same folder is written as one of this study; when and how it was
+    A row of another study or preset in the same folder is written as the cell's; when and how it was
     measured stays in it. A row whose writer was stopped before the mirror had it is mirrored now.
     """
     if rows.is_labelled(known, cell):
         if not _is_mirrored(known, cell):
             mirror(known, cell.rows_path, cell.logging)
         return known
-    taken = dataclasses.replace(known, experiment=cell.experiment)
+    taken = dataclasses.replace(
+        known,
+        experiment=cell.experiment,
+        cell=cell.hash,
+        preset=cell.options.get("preset"),
+        config=relabelled(known.config, cell.config),
+    )
     rows.append(cell.rows_path, taken)
     mirror(taken, cell.rows_path, cell.logging)
     print(f"  taken from the study {known.experiment}", flush=True)
@@ -142,16 +148,16 @@ def _run(cell: Cell, rows: Rows, on_event: Callable[[Event], None], deadline: fl
             "sweeps.cell",
             {**cell.config, **({"rates": rates} if rates else {})},
             log=log,
-            timeout_s=min(left_s, cell.measure.timeout_s),
+            timeout_s=min(left_s, cell.process.timeout_s),
             device=device,
             on_event=on_event,
-            env=environment.cell_variables(cell.omp_num_threads, cell.huge_pages),
-            wrapper=("numactl", *cell.numactl) if cell.numactl else (),
+            env=environment.cell_variables(cell.process),
+            wrapper=cell.process.wrapper,
         )
     except ValueError:
         log.unlink(missing_ok=True)
         raise
-    if outcome.timed_out and left_s < cell.measure.timeout_s:
+    if outcome.timed_out and left_s < cell.process.timeout_s:
         _require_all_measured(cell, outcome)
     if crowd is None and outcome.status == "oom_device":  # somebody may have come later
         crowd = device.crowd()
@@ -191,7 +197,7 @@ def known_rates(cell: Cell, rows: Rows) -> dict[str, float] | None:
 
 def _probing(config: Mapping[str, Any]) -> list[Any]:
     """The options that a probe depends on; one that is older than an option has none: false."""
-    return [config["system"].get(name) or None for name in PROBED]
+    return [hashed(config)["system"].get(name) or None for name in PROBED]
 
 
 def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, Any]) -> Row:

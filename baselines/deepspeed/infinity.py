@@ -52,8 +52,8 @@ class ZeroInfinity(Zero3):
         if options.nvme_path is None or not root.is_dir():
             got = "nothing" if options.nvme_path is None else "what is no folder"
             raise Unsupported(
-                f"machine.nvme_path: got {got}, allowed a folder on a local disk; make one and give "
-                "machine.nvme_path=PATH"
+                f"machine.nvme_path: got {got}, allowed a folder on a local disk; make one and "
+                "give machine.nvme_path=PATH"
             )
         self.caveat = "optimizer state on a disk, whose speed this is"
         self.root = root.resolve()

@@ -233,7 +233,7 @@ def test_numactl_is_asked_for_by_its_arguments(monkeypatch: pytest.MonkeyPatch, 
         assert tried == [["numactl", "--cpunodebind=0", "--preferred=0", "true"]]
         with pytest.raises(ValueError, match=r"'--membind=9', allowed what numactl\(8\) takes here \(usage: numactl\); correct it"):
             composed("process.numactl='--membind=9'")
-        assert cell.process.starter == ("numactl", "--cpunodebind=0", "--preferred=0")
+        assert cell.process.wrapper == ("numactl", "--cpunodebind=0", "--preferred=0")
         assert cell.hash != composed().hash
     else:
         with pytest.raises(ValueError, match="allowed nothing where numactl is not installed; install it or leave it out"):
@@ -248,7 +248,7 @@ def test_numactl_starts_no_other_command(monkeypatch: pytest.MonkeyPatch, tmp_pa
     numactl.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     config.require_numactl.cache_clear()
-    assert composed("process.numactl='--cpunodebind=0'").process.starter == ("numactl", "--cpunodebind=0")
+    assert composed("process.numactl='--cpunodebind=0'").process.wrapper == ("numactl", "--cpunodebind=0")
     with pytest.raises(ValueError, match=r"process\.numactl: got"):
         composed(f"process.numactl='{words.replace('PATH', str(tmp_path / 'made'))}'")
     assert not (tmp_path / "made").exists()
