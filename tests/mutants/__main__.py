@@ -89,7 +89,7 @@ def _noticed(scratch: Path, mutant: Mutant | None, tests: Tests) -> str:
             changed.write_text(changed.read_text().replace(mutant.old, mutant.new))
         noticed = _first_failure(Path(tree), scratch / "cache", tests)
     if mutant:
-        print(f"{mutant.id:4} {mutant.file:24} {noticed or 'not noticed'}", flush=True)
+        print(f"{mutant.id:4} {mutant.file:26} {noticed or 'not noticed'}", flush=True)
     return noticed
 
 
@@ -134,7 +134,7 @@ def report(mutants: Sequence[Mutant], found: Found) -> int:
         unnoticed = f"equivalent: {m.equivalent}" if m.equivalent else "SURVIVED"
         killer = f"killed by {found[m.id]}" if found[m.id] else unnoticed
         remark = " (though marked equivalent)" if found[m.id] and m.equivalent else ""
-        print(f"{m.id:4} {m.file:24} {killer}{remark}")
+        print(f"{m.id:4} {m.file:26} {killer}{remark}")
     killed = len(mutants) - len(survivors) - len(equivalent)
     print(f"{killed} killed, {len(equivalent)} equivalent, {len(survivors)} survived")
     return 1 if survivors else 0

@@ -216,6 +216,15 @@ def test_cuda_lanes_wait_for_the_tickets_they_are_given(monkeypatch):
     lanes.close()
 
 
+def test_a_drain_returns_once_the_worker_has_done_what_was_queued(monkeypatch):
+    lanes, ran, go = cpu_lane(monkeypatch), [], threading.Event()
+    lanes.submit(op_on(CPU), lambda: ran.append(go.wait()), [])
+    threading.Timer(0.05, go.set).start()
+    lanes.drain()
+    assert ran == [True]
+    lanes.close()
+
+
 def test_close_waits_for_every_stream_and_raises_nothing(monkeypatch):
     class Stream:
         def __init__(self, name: str) -> None:
