@@ -67,7 +67,12 @@ WHOLE = "test_checkpoint.py"
 FIRST_STEP = "test_architectures.py::test_first_step_equals_the_plain_model"
 NORM = f"{NODE}test_the_norm_is_that_of_all_gradients"
 DRAINED = f"{NODE}test_parameters_and_checkpoints_are_those_after_every_step_given"
-RINGS = "test_schedule.py::test_rings_are_used_in_turn"
+SCHEDULE = "test_schedule.py::"
+RINGS = f"{SCHEDULE}test_rings_are_used_in_turn"
+SERIAL = f"{SCHEDULE}test_a_serial_optimizer_runs_between_one_step_and_the_next"
+MOMENTS = f"{SCHEDULE}test_moments_are_updated_last_block_first_before_their_slabs_are_written_again"
+SPREAD = f"{SCHEDULE}test_offloaded_layers_are_spread_evenly_and_never_recomputed"
+ONE_PASS = f"{SCHEDULE}test_one_pass_updates_all_where_gradients_cannot_wait"
 CUDA = "test_engine_errors.py::test_cuda_lanes_wait_for_the_tickets_they_are_given"
 
 MUTANTS = (
@@ -415,13 +420,14 @@ MUTANTS = (
     *_changes(
         "blocks.py",
         f"test_schedule.py {PLACEMENT}",
-        ("P2", "if layer > self.num_streamed:", "if layer >= self.num_streamed:"),
-        ("P3", "self.optimizer_overlap and not self.pooled", "self.optimizer_overlap"),
-        ("P4", "return self.clip or not self.optimizer_overlap", "return self.clip"),
+        ("P2", "if layer > self.num_streamed:", "if layer >= self.num_streamed:", SPREAD),
+        ("P3", "self.optimizer_overlap and not self.pooled", "self.optimizer_overlap", ONE_PASS),
+        ("P4", "return self.clip or not self.optimizer_overlap", "return self.clip", SERIAL),
         (
             "P5",
             "if moved < self.offload_activations",
             "if moved <= self.offload_activations",
+            SPREAD,
         ),
     ),
     *_changes(
@@ -462,7 +468,12 @@ MUTANTS = (
         ("S13", '[gradients, "verdict", moments]', "[gradients, moments]", TOUCHED),
         ("S14", "next(slabs) % b.depth", "0", RINGS),
         ("S15", "in reversed(group):", "in group:"),
-        ("S16", 'return [] if self.blocks.optimizer_overlap else ["updates"]', "return []"),
+        (
+            "S16",
+            'return [] if self.blocks.optimizer_overlap else ["updates"]',
+            "return []",
+            SERIAL,
+        ),
         (
             "S17",
             '[f"host slab {block}"], [f"host moments {block}"]',
@@ -475,7 +486,7 @@ MUTANTS = (
             '[f"host slab {block}"], [f"host moments {block}"]',
             'list[str](), [f"host moments {block}"]',
         ),
-        ("S20", "in reversed(self.blocks.hosted):", "in self.blocks.hosted:"),
+        ("S20", "in reversed(self.blocks.hosted):", "in self.blocks.hosted:", MOMENTS),
         (
             "S21",
             'writes += [] if self.blocks.clip else ["verdict"]',
