@@ -70,10 +70,11 @@ DRAINED = f"{NODE}test_parameters_and_checkpoints_are_those_after_every_step_giv
 SCHEDULE = "test_schedule.py::"
 RINGS = f"{SCHEDULE}test_rings_are_used_in_turn"
 SERIAL = f"{SCHEDULE}test_a_serial_optimizer_runs_between_one_step_and_the_next"
-MOMENTS = f"{SCHEDULE}test_moments_are_updated_last_block_first_before_their_slabs_are_written_again"
+LATE = f"{SCHEDULE}test_moments_are_updated_last_block_first_before_their_slabs_are_written_again"
 SPREAD = f"{SCHEDULE}test_offloaded_layers_are_spread_evenly_and_never_recomputed"
 ONE_PASS = f"{SCHEDULE}test_one_pass_updates_all_where_gradients_cannot_wait"
 CUDA = "test_engine_errors.py::test_cuda_lanes_wait_for_the_tickets_they_are_given"
+DRAIN = "test_engine_errors.py::test_a_drain_returns_once_the_worker_has_done_what_was_queued"
 
 MUTANTS = (
     *_changes(
@@ -486,7 +487,7 @@ MUTANTS = (
             '[f"host slab {block}"], [f"host moments {block}"]',
             'list[str](), [f"host moments {block}"]',
         ),
-        ("S20", "in reversed(self.blocks.hosted):", "in self.blocks.hosted:", MOMENTS),
+        ("S20", "in reversed(self.blocks.hosted):", "in self.blocks.hosted:", LATE),
         (
             "S21",
             'writes += [] if self.blocks.clip else ["verdict"]',
@@ -516,6 +517,6 @@ MUTANTS = (
         ("L5", "self._wait_host(wait.done)", "pass"),
         ("L6", "if self._error is None:", "if True:", "test_engine_errors.py"),
         ("L7", "if isinstance(error, NonFiniteLossError):", "if False:", "test_engine_errors.py"),
-        ("L8", "last.wait()", "pass", "test_engine_errors.py"),
+        ("L8", "last.wait()", "pass", DRAIN),
     ),
 )
