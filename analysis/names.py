@@ -25,7 +25,7 @@ SYSTEMS: dict[str, tuple[str, str, str]] = {
     "torchao_offload": ("torchao offload", "#7e7e7e", "H"),
     "in_memory": ("in memory", "#2b2b2b", "."),
 }
-"""Family -> name, colour, marker; in the order of legends. `fast`, `stream` and `paper` are shades of one blue: one engine."""
+"""Family -> name, colour, marker; in the order of legends. The engine is in shades of blue."""
 OTHER = ("#a0a0a0", "X")
 MODES = {"kept": "activations kept", "tuned": "tuned", "compiled": "compiled"}
 STATUSES = {
@@ -76,11 +76,12 @@ def family_name(family: str) -> str:
 
 def name(line: Any) -> str:
     """`Twin-Flow, activations kept, compiled`: the family and how it was run."""
-    return ", ".join([family_name(line["family"]), *(MODES.get(word, word) for word in line["mode"].split())])
+    modes = [MODES.get(word, word) for word in line["mode"].split()]
+    return ", ".join([family_name(line["family"]), *modes])
 
 
 def short_name(line: Any, others: pd.DataFrame) -> str:
-    """The name, less what all rivals in `others` share: their being compiled is said once, in the caption."""
+    """The name, less what all rivals in `others` share: what is true of all tells nothing apart."""
     rivals = others[~others["family"].str.startswith("megatrain")]
     words = [set(mode.split()) for mode in rivals["mode"]]
     shared = set.intersection(*words) if words else set()
@@ -90,12 +91,13 @@ def short_name(line: Any, others: pd.DataFrame) -> str:
 
 def color(family: str) -> str:
     """The family's colour."""
-    return SYSTEMS[family][1] if family in SYSTEMS else "#1f5fa8" if family.startswith("megatrain") else OTHER[0]
+    usual = SYSTEMS["megatrain"] if family.startswith("megatrain") else ("", *OTHER)
+    return SYSTEMS.get(family, usual)[1]
 
 
 def marker(family: str) -> str:
     """The family's marker."""
-    return SYSTEMS[family][2] if family in SYSTEMS else OTHER[1]
+    return SYSTEMS.get(family, ("", *OTHER))[2]
 
 
 def setting(path: str) -> str:
@@ -115,9 +117,7 @@ def value(path: str, given: Any) -> str:
         return VALUES[path][given]
     if isinstance(given, bool):
         return "on" if given else "off"
-    if isinstance(given, float) and given.is_integer():
-        given = int(given)
-    return str(given)
+    return str(int(given)) if isinstance(given, float) and given.is_integer() else str(given)
 
 
 def machine(details: dict[str, Any]) -> str:
@@ -129,3 +129,17 @@ def machine(details: dict[str, Any]) -> str:
         f"{host / 1e9:.0f} GB of host memory" if host else "",
     ]
     return ", ".join(filter(None, parts))
+
+
+def work(lines: pd.DataFrame) -> str:
+    """`qwen2.5-7b, 32 x 1024 tokens a step`, as far as it is one for all lines."""
+    first, models = lines.iloc[0], lines["model"].nunique()
+    if len(lines[["model", "batch_size", "seq_len"]].drop_duplicates()) == 1:
+        return f"{first['model']}, {first['batch_size']} x {first['seq_len']} tokens a step"
+    return str(first["model"]) if models == 1 else ""
+
+
+def setup(lines: pd.DataFrame) -> str:
+    """What was trained, and on which machine: what stands below every figure."""
+    parts = work(lines), machine(lines.iloc[0]["machine_details"])
+    return "; ".join(filter(None, parts))

@@ -1,11 +1,12 @@
 """Numbers in prose: a marker in a page names a number, and this fills it in from the rows.
 
     <!--{ratio:vs_zero3_14b/fast/zero3}-->1.75x<!--/-->          shown as 1.75x
-    <!--{interval:vs_zero3_7b@ba71c3ca/fast/twinflow}-->...      of that run; else of the study's leading one
+    <!--{interval:vs_zero3_7b@ba71c3ca/fast/twinflow}-->...   of that run, else the leading one
 
-A line is named by its family and, where several ran, its mode and settings: `zero3`, `twinflow`, `zero3.kept+compiled`,
-`stream?depth=2,streams=3`; `rival` is the fastest system that is not the engine nor the reference. Of several lines that fit, the
-fastest counts. Invariant: a page's numbers are exactly what its markers give, or a test fails.
+A line is named by its family and, where several ran, its mode and settings: `zero3`, `twinflow`,
+`zero3.kept+compiled`, `stream?depth=2,streams=3`; `rival` is the fastest system that is not the
+engine nor the reference. Of several lines that fit, the fastest counts. Invariant: a page's numbers
+are exactly what its markers give, or a test fails.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ import pandas as pd
 from analysis import names, rows, speeds, studies
 
 MARKER = re.compile(r"<!--\{([a-z_]+):([^}]*)\}-->(.*?)<!--/-->", re.DOTALL)
-ALIASES = {"fast": "megatrain_fast", "stream": "megatrain_stream", "paper": "megatrain_paper", "long": "megatrain_long",
-           "published": "published_megatrain", "twinflow": "zero3_twinflow", "optimizer": "zero3_optimizer"}  # fmt: skip
+ALIASES = {"published": "published_megatrain"} | {
+    family.partition("_")[2]: family
+    for family in names.SYSTEMS
+    if family.startswith(("megatrain_", "zero3_"))
+}
+"""`fast`, `paper`, `twinflow`: a family less the name of its system."""
 REFERENCE = "in_memory"
 
 
@@ -35,98 +40,114 @@ def rivals(lines: pd.DataFrame) -> pd.Series:
     return others & speeds.comparable(lines)
 
 
-def lead(study: studies.Study, lines: pd.DataFrame) -> str:
-    """The run that answers: the one that studies.yaml names, else the one that measured most, of equals the last."""
-    mine = lines[lines["study"] == study.name]
-    if study.lead in set(mine["run"]):
-        return str(study.lead)
-    counts = mine[mine["tokens_per_s"].notna()].groupby("run").size()
-    counts = counts if len(counts) else mine.groupby("run").size()
-    return str(max(counts.index, key=lambda run: (counts[run], run)))
-
-
 def line(lines: pd.DataFrame, selector: str) -> Any:
-    """The fastest of the lines that the selector fits. Raises ValueError, one line, where none does."""
+    """The fastest line that the selector fits. Raises ValueError, one line, where none does."""
     name, _, wanted = selector.partition("?")
     family, _, mode = name.partition(".")
-    found = lines[rivals(lines)] if family == "rival" else lines[lines["family"] == ALIASES.get(family, family)]
+    fits = rivals(lines) if family == "rival" else lines["family"] == ALIASES.get(family, family)
     if mode:
-        found = _where(found, [set(mode.split("+")) == set(one.split()) for one in found["mode"]])
+        fits &= lines["mode"].map(lambda one: set(one.split()) == set(mode.split("+")))
     for item in filter(None, wanted.split(",")):
         key, _, value = item.partition("=")
-        paths = {path.rpartition(".")[2]: path for path in ("batch_size", "seq_len", "num_params", *_paths(found))}
-        values = studies.column(found, paths[key]) if key in paths else [None] * len(found)
-        found = _where(found, [str(one) == value for one in values])
-    found = found[found["tokens_per_s"].notna()]
+        paths = [*studies.SHAPES, *rows.settings(lines).columns]
+        path = next((one for one in reversed(paths) if one.rpartition(".")[2] == key), None)
+        fits &= False if path is None else studies.column(lines, path).map(str) == value
+    found = lines[fits & lines["tokens_per_s"].notna()]
     agreeing = found[speeds.comparable(found)]
-    found = agreeing if len(agreeing) else found  # what differs is labelled where it is shown, and never chosen by itself
+    found = agreeing if len(agreeing) else found  # what differs is labelled, and never preferred
     if not len(found):
-        raise ValueError(f"{selector}: no measured line fits; name one of {', '.join(sorted(lines['family'].unique()))}")
+        families = ", ".join(sorted(lines["family"].unique()))
+        raise ValueError(f"{selector}: no measured line fits; name one of {families}")
     return speeds.fastest(found)
 
 
-def _where(found: pd.DataFrame, mask: list[bool]) -> pd.DataFrame:
-    return found[pd.Series(mask, index=found.index, dtype=bool)]
+def word(number: int) -> str:
+    """`three`; digits from ten on."""
+    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    return words[number] if number < len(words) else str(number)
 
 
-def _paths(found: pd.DataFrame) -> list[str]:
-    known = list(map(str, rows.settings(found).columns)) if len(found) else []
-    return [path for path in known if path.startswith(studies.CHOSEN)]
-
-
-def percent(change: float) -> str:
-    """`+9.8%` with a true minus."""
-    return f"{change:+.1%}".replace("-", "−")
-
-
-def interval(found: dict[str, Any]) -> str:
-    """`1.59–1.93`, or what stands in its place."""
-    return "no interval" if found["lo"] is None else f"{found['lo']:.2f}–{found['hi']:.2f}"
-
-
-KINDS: dict[str, Callable[[list[pd.Series]], str]] = {
-    "ratio": lambda two: f"{speeds.ratio(*two)['value']:.2f}x",
-    "interval": lambda two: interval(speeds.ratio(*two)),
-    "change": lambda two: percent(speeds.ratio(*two)["value"] - 1),
-    "speed": lambda one: f"{one[0]['tokens_per_s']:,.0f}",
-    "tflops": lambda one: f"{one[0]['tflops_6p']:.0f}",
-    "device": lambda one: f"{one[0]['device_gb']:.0f} GB",
-    "host": lambda one: f"{one[0]['host_gb']:.0f} GB",
-    "machine": lambda one: names.machine(one[0]["machine_details"]),
-    "name": lambda one: names.name(one[0]),
+KINDS: dict[str, Callable[..., str]] = {
+    "ratio": lambda one, base: speeds.ratio(one, base).times,
+    "interval": lambda one, base: speeds.ratio(one, base).interval() or "no interval",
+    "change": lambda one, base: speeds.ratio(one, base).change,
+    "speed": lambda one: f"{one['tokens_per_s']:,.0f}",
+    "tflops": lambda one: f"{one['tflops_6p']:.0f}",
+    "device": lambda one: f"{one['device_gb']:.0f} GB",
+    "host": lambda one: f"{one['host_gb']:.0f} GB",
+    "machine": lambda one: names.machine(one["machine_details"]),
+    "repeats": lambda one: word(one["num_repeats"]),
+    "name": names.name,
 }
-"""What a marker can ask for, and how it is written."""
+"""What a marker can ask for of its lines, and how it is written."""
 
 
 def number(kind: str, what: str, lines: pd.DataFrame) -> str:
     """The text of one marker. Raises ValueError, one line, that names it."""
-    where = f"{{{kind}:{what}}}"
     place, *selectors = what.split("/")
+    try:
+        if kind in KINDS:
+            mine = run_of(place, lines)
+            return KINDS[kind](*[line(mine, selector) for selector in selectors])
+        if kind in SPREADS and (lines["study"] == place).any():
+            return SPREADS[kind](lines[lines["study"] == place], selectors)
+        known = [*KINDS, *SPREADS]
+        got, allowed = (place, set(lines["study"])) if kind in known else (kind, known)
+        raise ValueError(f"got {got!r}, allowed {', '.join(sorted(allowed))}; mend the marker")
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{{{kind}:{what}}}: {error}") from None
+
+
+def run_of(place: str, lines: pd.DataFrame) -> pd.DataFrame:
+    """The lines of STUDY@RUN, or of a study's leading run. ValueError where there are none."""
     name, _, run = place.partition("@")
     mine = lines[lines["study"] == name]
-    if kind == "spread":
-        return _spread(mine, selectors, where)
-    if kind not in KINDS or not len(mine):
-        allowed = ", ".join([*KINDS, "spread"]) if kind not in KINDS else ", ".join(sorted(lines["study"].unique()))
-        raise ValueError(f"{where}: got {kind if kind not in KINDS else name!r}, allowed {allowed}; mend the marker")
-    wanted = mine["run"].str.endswith(run) if run else mine["run"] == lead(studies.of_rows(name, mine), mine)
-    try:
-        return KINDS[kind]([line(mine[wanted], selector) for selector in selectors])
-    except (ValueError, IndexError, TypeError) as error:
-        raise ValueError(f"{where}: {error}") from None
+    mine = mine[mine["run"].str.endswith(run)]
+    if not len(mine):
+        allowed = ", ".join(sorted(lines["study"].unique()))
+        raise ValueError(f"got {place!r}, allowed {allowed}; mend the marker")
+    return studies.leading(studies.of_rows(name, mine), mine)
 
 
-def _spread(lines: pd.DataFrame, selectors: list[str], where: str) -> str:
-    """The least and the largest ratio of two lines over all runs that measured both."""
+def ratios(lines: pd.DataFrame, selectors: list[str]) -> list[speeds.Ratio]:
+    """The ratio of two lines in every run that measured both. Raises ValueError where none did."""
     found = []
     for _, mine in lines.groupby("run"):
         try:
-            found.append(speeds.ratio(*[line(mine, selector) for selector in selectors])["value"])
+            found.append(speeds.ratio(*[line(mine, selector) for selector in selectors]))
         except ValueError:
             continue
     if not found:
-        raise ValueError(f"{where}: no run measured both")
-    return f"{min(found):.2f}x to {max(found):.2f}x" if len(found) > 1 else f"{found[0]:.2f}x"
+        raise ValueError("no run measured both; mend the marker")
+    return sorted(found, key=lambda one: one.value)
+
+
+def _spread(lines: pd.DataFrame, selectors: list[str]) -> str:
+    """The least and the largest ratio."""
+    found = ratios(lines, selectors)
+    return found[0].times if len(found) == 1 else f"{found[0].times} to {found[-1].times}"
+
+
+def _runs(lines: pd.DataFrame, selectors: list[str]) -> str:
+    """How many runs measured both: `one run`, `three runs`."""
+    number = len(ratios(lines, selectors))
+    return f"{word(number)} run{'s' if number > 1 else ''}"
+
+
+def _end(lines: pd.DataFrame, which: str) -> str:
+    """The least or the largest x that was measured: `512K`."""
+    x = str(studies.of_rows(lines.iloc[0]["study"], lines).x)
+    found = studies.column(lines[lines["tokens_per_s"].notna()], x).dropna()
+    return names.value(x, int(found.agg(which)))
+
+
+SPREADS: dict[str, Callable[[pd.DataFrame, list[str]], str]] = {
+    "spread": _spread,
+    "runs": _runs,
+    "least": lambda lines, _: _end(lines, "min"),
+    "most": lambda lines, _: _end(lines, "max"),
+}
+"""What a marker can ask for of all runs of a study."""
 
 
 def fill(text: str, lines: pd.DataFrame) -> str:

@@ -1,7 +1,8 @@
-"""What the paper says (paper.csv), claim by claim, beside what these rows measured at the same model and length.
+"""What the paper says (paper.csv), claim by claim, beside what these rows measured.
 
-Invariant: a claim is quoted with its source, trust and flag, never corrected. Machines and batches differ: read shapes, not races.
-trust: P the paper's own words; S2 two or more independent notes agree; S1 one note; R the public repository.
+Invariant: a claim is quoted with its source, trust and flag, never corrected. Machines and batches
+differ: read shapes, not races. trust: P the paper's own words; S2 two or more independent notes
+agree; S1 one note; R the public repository.
 """
 
 from __future__ import annotations
@@ -11,66 +12,80 @@ from pathlib import Path
 import pandas as pd
 
 from analysis import names, speeds
+from analysis.studies import Study
 
 CSV = Path(__file__).with_name("paper.csv")
 MODELS = {name: f"qwen2.5-{name.lower()}" for name in ("3B", "7B", "14B", "32B", "72B")}
-OURS = {"megatrain": "megatrain_fast", "zero3": "zero3", "fsdp2": "fsdp2", "in_memory": "in_memory"}
-NUM_COLUMNS = 13
+SIZES = {"7B": 7615616512, "14B": 14770033664, "32B": 32763876352}
+OURS = {
+    "megatrain": ("megatrain_fast", "megatrain_long", "megatrain_stream"),
+    "zero3": ("zero3",),
+    "fsdp2": ("fsdp2",),
+    "in_memory": ("in_memory",),
+}
+"""The paper's systems, and which of ours is the same; of several the fastest that was measured."""
+NUMERIC = ("value", "batch_size", "seq_len")
 
 
 def claims(path: Path = CSV) -> pd.DataFrame:
-    """Every claim, in order; value is NaN where it ran out of memory (`oom`). Raises ValueError, one line, for what is no claim."""
+    """Every claim, in order; `oom` where it ran out of memory. Raises ValueError, one line."""
     try:
         found = pd.read_csv(path, dtype=str, keep_default_na=False)
-    except (OSError, pd.errors.ParserError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not a table of claims ({' '.join(str(error).split())}); see the committed file") from None
-    if len(found.columns) != NUM_COLUMNS:
-        raise ValueError(f"{path}: got {len(found.columns)} columns, allowed {NUM_COLUMNS}; see the committed file")
-    for name in ("value", "batch_size", "seq_len"):
-        numeric = pd.to_numeric(found[name].replace({"OOM": "", "": None}), errors="coerce")
-        bad = found[numeric.isna() & ~found[name].isin(["", "OOM"])]
-        if len(bad):
-            raise ValueError(f"{path}: line {bad.index[0] + 2}: {name}: got {bad[name].iloc[0]!r}, allowed a number; mend it")
-        found[f"{name}_text"], found[name] = found[name], numeric
-    return found.assign(oom=found["value_text"] == "OOM")
+        oom = found["value"] == "OOM"
+        numbers = {name: pd.to_numeric(found[name].replace("OOM", "")) for name in NUMERIC}
+    except (OSError, ValueError, KeyError) as error:  # pandas' own errors are ValueErrors
+        why = " ".join(str(error).split())
+        raise ValueError(f"{path}: not a table of claims ({why}); see the committed file") from None
+    return found.assign(oom=oom, **numbers)
 
 
-def beside(lines: pd.DataFrame) -> pd.DataFrame:
-    """Claims of throughput with the fastest line of this record for the same system, model and length, null where there is none."""
+def along(study: Study) -> pd.DataFrame:
+    """system, x and y of the claims on a study's axes: TFLOPS, or tokens/s from step times.
+
+    A step time that the claim's own flag calls impossible is left out.
+    """
     told = claims()
-    told = told[told["metric"].isin(["tflops", "tokens_per_s"]) & told["study"].isin(["headline", "context"])]
-    ready = lines[speeds.comparable(lines) & ~lines["superseded"]]
-    found = []
-    for _, claim in told.iterrows():
-        same = ready[(ready["model"] == MODELS.get(claim["model"])) & (ready["seq_len"] == claim["seq_len"])]
-        family = OURS.get(claim["system"], claim["system"])
-        same = same[
-            same["family"].isin([family, "megatrain_long", "megatrain_stream"] if claim["system"] == "megatrain" else [family])
-        ]
-        best = speeds.fastest(same) if len(same) else None
-        found.append(None if best is None else tflops(best, claim) if claim["metric"] == "tflops" else best["tokens_per_s"])
-    return told.assign(measured=pd.Series(found, index=told.index, dtype="Float64"))
-
-
-def tflops(line: pd.Series, claim: pd.Series) -> float:
-    """10^12 floating-point operations a second: 6P a token and, of claims about context, the paper's 12 L h T for attention."""
-    config = line["config"]["model"]["config"]
-    attention = 12 * config["num_hidden_layers"] * config["hidden_size"] * line["seq_len"] if claim["study"] == "context" else 0
-    return float((6 * line["num_params"] + attention) * line["tokens_per_s"] / 1e12)
+    told = told[(told["study"] == study.paper) & (told["hardware"] == "GH200")]
+    if study.value == "tflops_6p":
+        told = told[told["metric"] == "tflops"].assign(y=told["value"], x=told["model"].map(SIZES))
+    else:
+        told = told[(told["metric"] == "step_s") & ~told["flag"].str.contains("would need")]
+        told = told.assign(
+            y=told["batch_size"] * told["seq_len"] / told["value"], x=told["seq_len"]
+        )
+    return told.dropna(subset=["x", "y"])[["system", "x", "y"]]
 
 
 def table(lines: pd.DataFrame) -> pd.DataFrame:
-    """The claims as a page shows them."""
-    told = beside(lines)
-    return pd.DataFrame(
-        {
-            "system": [names.family_name(OURS.get(one, one)) if one != "megatrain" else "MegaTrain" for one in told["system"]],
-            "model": told["model"],
-            "tokens": [f"{value:,.0f}" for value in told["seq_len"]],
-            "the paper's machine": told["hardware"],
-            "paper": ["out of memory" if oom else f"{value:,.0f}" for oom, value in zip(told["oom"], told["value"], strict=True)],
-            "here": ["—" if pd.isna(value) else f"{value:,.0f}" for value in told["measured"]],
-            "unit": told["metric"].map({"tflops": "TFLOPS", "tokens_per_s": "tokens/s"}),
-            "doubt": told["flag"],
-        }
-    ).reset_index(drop=True)
+    """Claims of TFLOPS, each with the fastest line here of the same system, model and length."""
+    ready = lines[speeds.comparable(lines)]
+    told = claims()
+    told = told[(told["metric"] == "tflops") & told["study"].isin(["headline", "context"])]
+    shown = []
+    for _, claim in told.iterrows():
+        families = OURS.get(claim["system"], ())
+        same = ready["family"].isin(families) & (ready["seq_len"] == claim["seq_len"])
+        mine = ready[same & (ready["model"] == MODELS.get(claim["model"]))]
+        best = speeds.fastest(mine) if len(mine) else None
+        attention = claim["study"] == "context"
+        shown.append(
+            {
+                "system": names.family_name(claim["system"]),
+                "model": claim["model"],
+                "tokens": f"{claim['seq_len']:,.0f}",
+                "the paper's machine": claim["hardware"],
+                "paper": "out of memory" if claim["oom"] else f"{claim['value']:,.0f}",
+                "here": "—" if best is None else f"{tflops(best, attention=attention):,.0f}",
+                "unit": "TFLOPS",
+                "doubt": claim["flag"],
+            }
+        )
+    return pd.DataFrame(shown)
+
+
+def tflops(line: pd.Series, *, attention: bool) -> float:
+    """10^12 operations a second: 6P a token and, on request, the paper's 12 L h T."""
+    config = line["config"]["model"]["config"]
+    per_token = 12 * config["num_hidden_layers"] * config["hidden_size"] * line["seq_len"]
+    work = 6 * line["num_params"] + (per_token if attention else 0)
+    return float(work * line["tokens_per_s"] / 1e12)

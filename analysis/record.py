@@ -1,16 +1,15 @@
-"""The record: one folder a study, one file a run, every row once and byte for byte as the bench wrote it.
+"""The record: one folder a study, one file a run, every row once and byte for byte.
 
     results/STUDY/DATE_MACHINE_BOOT.jsonl     the rows of one run
-    results/machines.yaml                     each kind of machine, and each boot with its measured matrix peak
-    results/shared.yaml                       rows of one study's run that another study's run counts as its own
+    results/machines.yaml                     each kind of machine, each boot with its matrix peak
+    results/shared.yaml                       rows that another study's run counts as its own
 
-All three are written by `python -m analysis add PATH`, never by hand. Invariant: a row is filed once, a file only grows, and a
-file appears whole or not at all.
+All three are written by `python -m analysis add PATH`, never by hand. Invariant: a row is filed
+once, a file only grows, and a file appears whole or not at all.
 """
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,35 +23,27 @@ from analysis import rows, speeds, studies, whole
 RESULTS = Path(__file__).parent / "results"
 MACHINES, SHARED = "machines.yaml", "shared.yaml"
 SAME = ["cell", "started_at"]
-"""What two rows of one measurement have in common: a study may have copied it from another's, under its own name."""
+"""What two rows of one measurement share: a study may have copied another's, under its own name."""
 
 
 def load(results: Path = RESULTS) -> pd.DataFrame:
-    """The rows of the record with their `study`, and whether a later run supersedes theirs (studies.yaml)."""
+    """The rows of the record with their `study`, and whether a later run supersedes theirs."""
     found = rows.frame(results)
-    found = pd.concat([found, *_shared(found, results)], ignore_index=True)
-    found = studies.assigned(found)
+    copies = [
+        found[(found["source"].map(_place) == origin) & (found["cell"] == cell)].assign(
+            **dict(zip(("experiment", "run"), place.split("/"), strict=True))
+        )
+        for place, cells in _yaml(results / SHARED).items()
+        for cell, origin in cells.items()
+    ]
+    found = studies.assigned(pd.concat([found, *copies], ignore_index=True))
     old = [(study.name, run) for study in studies.all_studies() for run in study.superseded]
-    places = list(zip(found["study"], found["run"], strict=True))
-    return found.assign(superseded=[place in old for place in places])
+    return found.assign(superseded=found.set_index(["study", "run"]).index.isin(old))
 
 
 def lines(results: Path = RESULTS) -> pd.DataFrame:
     """One line a configuration and run of the record, with `superseded`."""
-    found = load(results)
-    return speeds.lines(found)
-
-
-def _shared(found: pd.DataFrame, results: Path) -> list[pd.DataFrame]:
-    path = results / SHARED
-    listed = yaml.safe_load(path.read_text()) if path.exists() else {}
-    copies = []
-    for place, cells in listed.items():
-        experiment, run = place.split("/")
-        for cell, origin in cells.items():
-            source = found[(found["source"].map(_place) == origin) & (found["cell"] == cell)]
-            copies.append(source.assign(experiment=experiment, run=run))
-    return copies
+    return speeds.lines(load(results))
 
 
 def _place(source: str) -> str:
@@ -60,60 +51,75 @@ def _place(source: str) -> str:
     return f"{path.parent.name}/{path.stem}"
 
 
+def _yaml(path: Path) -> dict[str, Any]:
+    return (yaml.safe_load(path.read_text()) if path.exists() else None) or {}
+
+
 def add(sources: Iterable[Path], results: Path = RESULTS) -> list[str]:
-    """File the rows of these files or folders; what was done, a line a run. Raises ValueError, one line, and files nothing."""
+    """File the rows of these files or folders; what was done, a line a run.
+
+    Raises ValueError, one line, and files nothing.
+    """
     found = rows.every_row(*sources)
     _refuse(found)
-    raw = {source: Path(source).read_bytes().split(b"\n") for source in found["source"].unique()}
-    numbers = {source: [i for i, line in enumerate(lines) if line.strip()] for source, lines in raw.items()}
-    known = rows.every_row(results) if any(results.rglob("*.jsonl")) else pd.DataFrame(columns=found.columns)
-    filed = {tuple(key): _place(source) for *key, source in known[[*SAME, "source"]].itertuples(index=False)}
+    filed: dict[tuple[str, ...], str] = {}
+    if any(results.rglob("*.jsonl")):
+        known = rows.every_row(results)
+        filed = {
+            tuple(key): _place(source)
+            for *key, source in known[[*SAME, "source"]].itertuples(index=False)
+        }
     new: dict[str, list[bytes]] = defaultdict(list)
-    shared: dict[str, dict[str, str]] = defaultdict(dict)
-    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    shared: dict[str, dict[str, str]] = defaultdict(dict, _yaml(results / SHARED))
+    again: dict[str, int] = defaultdict(int)
+    text = {source: _lines(source) for source in found["source"].unique()}
     copied = found["experiment"] != [config.get("experiment") for config in found["config"]]
     for _, row in pd.concat([found[~copied], found[copied]]).iterrows():
-        place, key = f"{studies.study_of(row['experiment'])}/{row['run']}", (row["cell"], row["started_at"])
+        place, key = (
+            f"{studies.study_of(row['experiment'])}/{row['run']}",
+            (row["cell"], row["started_at"]),
+        )
         if key not in filed:
-            new[place].append(raw[row["source"]][numbers[row["source"]][row["position"]]])
+            new[place].append(text[row["source"]][row["position"]])
             filed[key] = place
-            counts[place][0] += 1
-        elif filed[key] != place:
-            shared[f"{row['experiment']}/{row['run']}"][row["cell"]] = filed[key]
+        elif filed[key] == place:
+            again[place] += 1
         else:
-            counts[place][1] += 1
-    for place, lines in new.items():
+            cells = shared[f"{row['experiment']}/{row['run']}"]
+            shared[f"{row['experiment']}/{row['run']}"] = {**cells, row["cell"]: filed[key]}
+    wanted = {}
+    for place, added in new.items():
         path = results / f"{place}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
         before = path.read_bytes() if path.exists() else b""
-        whole.write(path, before + b"".join(line + b"\n" for line in lines))
-    _write_yaml(results / SHARED, _merged(results / SHARED, shared))
+        wanted[path] = before + b"".join(line + b"\n" for line in added)
+    whole.write_changed(wanted)
+    _write_yaml(results / SHARED, dict(sorted(shared.items())))
     _write_yaml(results / MACHINES, machines(rows.every_row(results)))
     return [
-        f"{place}: {added} rows filed" + (f", {again} were there already" if again else "")
-        for place, (added, again) in sorted(counts.items())
+        f"{place}: {len(new[place])} rows filed"
+        + (f", {known} were there already" if known else "")
+        for place, known in [(place, again.get(place, 0)) for place in sorted({*new, *again})]
     ]
 
 
+def _lines(source: str) -> list[bytes]:
+    return [line for line in Path(source).read_bytes().split(b"\n") if line.strip()]
+
+
 def _refuse(found: pd.DataFrame) -> None:
-    on_cpu = found[[not machine.get("gpu") for machine in found["machine_details"]]]
-    if len(on_cpu):
-        source = on_cpu["source"].iloc[0]
-        raise ValueError(f"{source}: got rows measured without a GPU, allowed rows of a GPU; CPU speeds say nothing about GPUs")
-    commits = found["git_commit"].astype("string")
-    unclean = found[commits.isna() | commits.str.endswith("-dirty").fillna(False) | (found["started_at"] == "")]
-    if len(unclean):
-        got = unclean.iloc[0]
-        commit = "unknown" if pd.isna(got["git_commit"]) else got["git_commit"]
-        raise ValueError(
-            f"{got['source']}: got a row of commit {commit}, started {got['started_at'] or 'at no time'}, allowed rows of a "
-            "clean checkout; commit, and measure it again"
-        )
-
-
-def _merged(path: Path, new: dict[str, dict[str, str]]) -> dict[str, Any]:
-    old = yaml.safe_load(path.read_text()) if path.exists() else {}
-    return {place: {**(old or {}).get(place, {}), **new.get(place, {})} for place in sorted({*(old or {}), *new})}
+    for _, row in found.iterrows():
+        got = row["source"]
+        commit = row["git_commit"] if isinstance(row["git_commit"], str) else "unknown"
+        if not row["machine_details"].get("gpu"):
+            why = "CPU speeds say nothing about GPUs"
+            raise ValueError(
+                f"{got}: got rows measured without a GPU, allowed rows of a GPU; {why}"
+            )
+        if commit == "unknown" or commit.endswith("-dirty") or not row["started_at"]:
+            raise ValueError(
+                f"{got}: got a row of commit {commit}, started {row['started_at'] or 'never'}, "
+                "allowed rows of a clean checkout; commit, and measure it again"
+            )
 
 
 def _write_yaml(path: Path, content: dict[str, Any]) -> None:
@@ -122,11 +128,11 @@ def _write_yaml(path: Path, content: dict[str, Any]) -> None:
 
 
 def machines(found: pd.DataFrame) -> dict[str, Any]:
-    """Each kind of machine in the rows, and each boot with the matrix peaks that were measured on it, lowest and highest."""
+    """Each kind of machine, and each boot with its lowest and highest matrix peak."""
     kinds: dict[str, Any] = {}
-    for name, part in ((str(name), part) for name, part in found.groupby("machine")):
+    for name, part in found.groupby("machine"):
         details = max(part["machine_details"], key=lambda one: one.get("device_bytes") or 0)
-        kinds[name] = {
+        kinds[str(name)] = {
             "gpu": details["gpu"],
             "gpus_of_the_host": details.get("num_gpus") or 1,
             "device_gb": round(details["device_bytes"] / rows.GB, 1),
@@ -139,10 +145,6 @@ def machines(found: pd.DataFrame) -> dict[str, Any]:
 
 
 def _peaks(part: pd.DataFrame) -> dict[str, Any]:
-    peaks = sorted(peak for one in part["machine_details"] if (peak := one.get("matrix_peak_tflops")))
-    return {"matrix_peak_tflops": [round(peaks[0], 1), round(peaks[-1], 1)] if peaks else None}
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file as they stand, for tests and tools that must not interpret them."""
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    peaks = [peak for one in part["machine_details"] if (peak := one.get("matrix_peak_tflops"))]
+    ends = [round(min(peaks), 1), round(max(peaks), 1)] if peaks else None
+    return {"matrix_peak_tflops": ends}

@@ -1,14 +1,17 @@
-"""The frame -> one line a configuration and run, with its speed and interval; ratios of two lines with Welch's interval.
+"""The frame -> one line a configuration and run, with its speed and interval; ratios of two lines.
 
-Samples are the windows of a cell that was measured once, and the repeats of one that was measured several times, for the windows of
-one process share whatever it met. Everything is on the logarithm, so that a ratio's interval is as simple as a speed's. The
-standard error over repeats is that of the hierarchical bootstrap in closed form (Davison & Hinkley 1997, section 3.8).
+Samples are the windows of a cell that was measured once, and the repeats of one that was measured
+several times, for the windows of one process share whatever it met. Everything is on the logarithm,
+so that a ratio's interval (Welch's) is as simple as a speed's. The standard error over repeats is
+that of the hierarchical bootstrap in closed form (Davison & Hinkley 1997, section 3.8).
 
-Invariant: fewer than three samples give no interval rather than a narrow one, and no ratio spans two runs.
+Invariant: fewer than three samples give no interval rather than a narrow one, and no ratio spans
+two runs.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,33 +22,76 @@ LEVEL = 0.95
 MIN_SAMPLES = 3
 LINE = ["study", "run", "configuration", "family", "mode"]
 """What the repeats of one measurement share."""
-FIRST = ("machine", "boot", "system", "preset", "model", "num_params", "batch_size", "seq_len", "status", "reason", "caveat",
-         "config", "plan", "losses", "final_loss", "heldout_loss", "started_at", "git_commit", "versions",
-         "machine_details", "dtypes", "host_split", "window_counters", "counters", "cell_s", "superseded", "fallback")  # fmt: skip
 LARGEST = ("device_gb", "host_gb", "max_loss_difference")
 MEAN = ("tflops_6p", "tflops_6p_causal", "tflops_paper", "mfu")
+"""Columns of which repeats give the largest, and the harmonic mean; of the others the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """How many times as fast one line is as another; lo and hi are None without an interval."""
+
+    value: float
+    lo: float | None
+    hi: float | None
+
+    @property
+    def times(self) -> str:
+        """`1.75x`."""
+        return f"{self.value:.2f}x"
+
+    @property
+    def change(self) -> str:
+        """`+9.8%`."""
+        return percent(self.value - 1)
+
+    @property
+    def short(self) -> str:
+        """`1.75x (1.59–1.93)`, as a title has room for."""
+        return f"{self.times} ({self.interval()})" if self.lo is not None else self.times
+
+    @property
+    def short_change(self) -> str:
+        """`+9.8% (+8.1% to +11.5%)`."""
+        interval = self.interval(change=True)
+        return f"{self.change} ({interval})" if interval else self.change
+
+    def interval(self, *, between: str = "–", change: bool = False) -> str:
+        """`1.59–1.93`, or as changes `−3.0% to +9.1%`; nothing where there is none."""
+        if self.lo is None or self.hi is None:
+            return ""
+        if change:
+            return f"{percent(self.lo - 1)} to {percent(self.hi - 1)}"
+        return f"{self.lo:.2f}{between}{self.hi:.2f}"
+
+
+def percent(change: float) -> str:
+    """`+9.8%` with a true minus; `±0.0%` for less than is shown."""
+    text = f"{change:+.1%}".replace("-", "−")
+    return "±0.0%" if text[1:] == "0.0%" else text
 
 
 def lines(frame: pd.DataFrame) -> pd.DataFrame:
-    """One line a configuration and run: tokens_per_s with lo, hi, error (of its logarithm), degrees and num_samples."""
-    return pd.DataFrame([_line(key, part) for key, part in frame.groupby(LINE, sort=False, dropna=False)])
+    """One line a configuration and run: tokens_per_s with lo, hi, error (of its log), degrees."""
+    return pd.DataFrame(
+        [_line(key, part) for key, part in frame.groupby(LINE, sort=False, dropna=False)]
+    )
 
 
 def _line(key: Any, repeats: pd.DataFrame) -> dict[str, Any]:
     measured = repeats[(repeats["status"] == "ok") & repeats["tokens_per_s"].notna()]
     told = measured if len(measured) else repeats.tail(1)
-    first = told.iloc[0]
-    known = [name for name in FIRST if name in first]
-    line = dict(zip(LINE, key, strict=True)) | {name: first[name] for name in known}
-    line |= {name: told[name].max() for name in LARGEST} | {name: _mean(told[name]) for name in MEAN}
+    line: dict[Any, Any] = told.iloc[0].to_dict() | dict(zip(LINE, key, strict=True))
+    line |= {name: told[name].max() for name in LARGEST} | {
+        name: _mean(told[name]) for name in MEAN
+    }
     line |= speed(list(measured["tokens_per_s"]), list(measured["step_s"]))
-    agreeing = [bool(value) for value in told["agrees"] if value is not None and not pd.isna(value)]
+    agreeing = told["agrees"].dropna()
     return line | {
-        "agrees": all(agreeing) if agreeing else None,
+        "agrees": bool(agreeing.all()) if len(agreeing) else None,
         "num_repeats": len(measured),
         "num_failed": len(repeats) - len(measured),
         "step_s": [second for windows in told["step_s"] for second in windows],
-        "windows": list(measured["step_s"]),
     }
 
 
@@ -56,7 +102,7 @@ def _mean(numbers: pd.Series) -> float | None:
 
 
 def speed(tokens_per_s: list[float], windows: list[list[float]]) -> dict[str, Any]:
-    """Tokens/s of one configuration from those of its repeats and the seconds a step of their windows, with its interval."""
+    """Tokens/s of one configuration, from its repeats' and the step_s of their windows."""
     if not tokens_per_s:
         return estimate(None, None, 0, 0)
     value = float(stats.hmean(tokens_per_s))
@@ -72,35 +118,43 @@ def speed(tokens_per_s: list[float], windows: list[list[float]]) -> dict[str, An
 
 
 def _over_repeats(means: list[float], squared_errors: list[float]) -> float:
-    """Standard error of the mean over repeats: their spread and, on the safe side, that of their windows, in one."""
+    """Standard error of the mean over repeats: their spread and that of their windows."""
     return float(np.sqrt((np.var(means) + np.mean(squared_errors)) / (len(means) - 1)))
 
 
-def estimate(value: float | None, error: float | None, degrees: int, samples: int) -> dict[str, Any]:
+def estimate(
+    value: float | None, error: float | None, degrees: int, samples: int
+) -> dict[str, Any]:
     """A value with its 95% t interval; lo and hi are None without an error."""
-    found = {"tokens_per_s": value, "lo": None, "hi": None, "error": error, "degrees": degrees, "num_samples": samples}
+    found = {
+        "tokens_per_s": value,
+        "lo": None,
+        "hi": None,
+        "error": error,
+        "degrees": degrees,
+        "num_samples": samples,
+    }
     if value is None or error is None:
         return found
     factor = float(np.exp(stats.t.ppf((1 + LEVEL) / 2, degrees) * error))
     return found | {"lo": value / factor, "hi": value * factor}
 
 
-def ratio(first: Any, base: Any) -> dict[str, Any]:
-    """How many times as fast the first line is as `base`: value, lo, hi (Welch's), num_samples."""
-    value, samples = first["tokens_per_s"] / base["tokens_per_s"], min(first["num_samples"], base["num_samples"])
-    lo = hi = None
+def ratio(first: Any, base: Any) -> Ratio:
+    """How many times as fast the first line is as `base`, with Welch's interval."""
+    value = first["tokens_per_s"] / base["tokens_per_s"]
     errors = first["error"], base["error"]
-    if not (pd.isna(errors[0]) or pd.isna(errors[1])):
-        squared = errors[0] ** 2, errors[1] ** 2
-        spread = squared[0] ** 2 / first["degrees"] + squared[1] ** 2 / base["degrees"]
-        degrees = max(1, int(sum(squared) ** 2 / spread)) if spread > 0 else 1
-        found = estimate(value, float(np.sqrt(sum(squared))), degrees, samples)
-        lo, hi = found["lo"], found["hi"]
-    return {"value": value, "lo": lo, "hi": hi, "num_samples": samples}
+    if pd.isna(errors[0]) or pd.isna(errors[1]):
+        return Ratio(value=value, lo=None, hi=None)
+    squared = errors[0] ** 2, errors[1] ** 2
+    spread = squared[0] ** 2 / first["degrees"] + squared[1] ** 2 / base["degrees"]
+    degrees = max(1, int(sum(squared) ** 2 / spread)) if spread > 0 else 1
+    found = estimate(value, float(np.sqrt(sum(squared))), degrees, 0)
+    return Ratio(value=value, lo=found["lo"], hi=found["hi"])
 
 
 def comparable(found: pd.DataFrame) -> pd.Series:
-    """Whether a line's speed may be held against others': measured, its system's own, and its losses not known to differ."""
+    """Which lines may be held against others: measured, not in a fallback, of equal losses."""
     differs = found["agrees"].eq(False) & found["system"].ne("in_memory")
     return found["tokens_per_s"].notna() & ~differs & ~found["fallback"]
 

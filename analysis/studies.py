@@ -1,8 +1,9 @@
-"""What each study asks and how it is shown: studies.yaml, and what is inferred for a study that is not listed there."""
+"""What each study asks and how it is shown: from studies.yaml, or inferred from its rows."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,13 @@ from analysis import rows
 
 PATH = Path(__file__).with_name("studies.yaml")
 FIGURES = ("comparison", "lines", "bars", "losses", "none")
+SHAPES = ("num_params", "batch_size", "seq_len")
+"""Columns of the frame that x and hue may name beside config paths and `system`."""
+
 CHOSEN = ("system.", "process.", "recipe.")
 """Groups of the config that say how a cell was run."""
-COLUMNS = ("num_params", "batch_size", "seq_len", "device_gb")
-"""Columns of the frame that x may name beside config paths and `system`."""
+UNTOLD = ("system.name", "system.preset", "process.timeout_s", "recipe.total_steps")
+"""Fields of these that tell nothing apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +40,18 @@ class Study:
     base: str | None = None
     command: str = ""
     lead: str | None = None
-    """The run that answers; None for the one that measured most."""
+    beside: tuple[str, ...] = ()
+    paper: str | None = None
     superseded: tuple[str, ...] = ()
 
     @property
-    def base_is_rival(self) -> bool:
-        """Whether systems stand side by side along x, so that a line is held against ZeRO-3 at its place."""
+    def compares(self) -> bool:
+        """Whether systems are ranked and nothing is varied."""
+        return self.figure == "comparison" or self.x is None
+
+    @property
+    def of_systems(self) -> bool:
+        """Whether systems stand side by side along x, each held against ZeRO-3 at its place."""
         return self.hue == "system"
 
 
@@ -49,18 +59,20 @@ class Study:
 def listed(path: Path = PATH) -> dict[str, Study]:
     """The studies of the file by name. Raises ValueError, one line, for an entry that is none."""
     found = {}
+    known = sorted({item for item in Study.__dataclass_fields__ if item != "name"})
     for name, entry in (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).items():
-        known = {item for item in Study.__dataclass_fields__ if item != "name"}
-        unknown = sorted(set(entry) - known)
-        if unknown:
+        for key in sorted(set(entry) - set(known)):
+            allowed = ", ".join(known)
+            raise ValueError(f"{path.name}: {name}.{key}: got it, allowed {allowed}; leave it out")
+        if (figure := entry.get("figure", "comparison")) not in FIGURES:
+            allowed = ", ".join(FIGURES)
             raise ValueError(
-                f"{path.name}: {name}.{unknown[0]}: got an unknown key, allowed {', '.join(sorted(known))}; leave it out"
+                f"{path.name}: {name}.figure: got {figure!r}, allowed {allowed}; choose one"
             )
-        if entry.get("figure", "comparison") not in FIGURES:
-            raise ValueError(f"{path.name}: {name}.figure: got {entry['figure']!r}, allowed {', '.join(FIGURES)}; choose one")
-        several = {key: tuple(entry.get(key, ())) for key in ("experiments", "superseded")}
-        several["experiments"] = several["experiments"] or (name,)
-        found[name] = Study(name=name, **entry | several)
+        experiments = tuple(entry.get("experiments", (name,)))
+        superseded = tuple(entry.get("superseded", ()))
+        given = entry | {"experiments": experiments, "superseded": superseded}
+        found[name] = Study(name=name, **given)
     return found
 
 
@@ -71,7 +83,7 @@ def all_studies() -> list[Study]:
 
 def study_of(experiment: str) -> str:
     """The study that an experiment's rows belong to: itself, where no other names it."""
-    return next((study.name for study in all_studies() if experiment in study.experiments), experiment)
+    return next((one.name for one in all_studies() if experiment in one.experiments), experiment)
 
 
 def assigned(found: pd.DataFrame) -> pd.DataFrame:
@@ -79,46 +91,83 @@ def assigned(found: pd.DataFrame) -> pd.DataFrame:
     return found.assign(study=found["experiment"].map(study_of))
 
 
-def of_rows(name: str, found: pd.DataFrame, *, x: str | None = None, hue: str | None = None) -> Study:
-    """The study `name`, or one inferred from its rows: the first thing they differ in is x, the second hue.
+def shown(lines: pd.DataFrame) -> Iterator[tuple[Study, pd.DataFrame]]:
+    """Each study with its lines, less what a later run supersedes; the listed ones first."""
+    current = lines[~lines["superseded"]]
+    names = list(current["study"].unique())
+    known = [one.name for one in all_studies() if one.name in names]
+    for name in [*known, *sorted(set(names) - set(known))]:
+        mine = current[current["study"] == name]
+        yield of_rows(name, mine), mine
+
+
+def leading(study: Study, mine: pd.DataFrame) -> pd.DataFrame:
+    """Of a study's lines those of the run that answers.
+
+    It is the one that studies.yaml names, else the one that measured most, of equals the last.
+    """
+    runs = mine["run"]
+    counts = mine["tokens_per_s"].notna().groupby(runs).sum()
+    chosen = (
+        study.lead if study.lead in set(runs) else max(runs, key=lambda run: (counts[run], run))
+    )
+    return mine[runs == chosen]
+
+
+def parts(study: Study, lines: pd.DataFrame) -> list[pd.DataFrame]:
+    """The lines of a run; where systems are compared, those of one model and shape at a time."""
+    shape = ["model", "batch_size", "seq_len"]
+    return [part for _, part in lines.groupby(shape, sort=False)] if study.compares else [lines]
+
+
+def of_rows(
+    name: str, found: pd.DataFrame, *, x: str | None = None, hue: str | None = None
+) -> Study:
+    """The study `name`, or one inferred: the first thing its rows differ in is x, the second hue.
 
     x, hue: what the caller wants instead. Raises ValueError, one line, for a path that no row has.
     """
-    known = listed().get(name)
+    known = listed().get(name) or Study(name=name, title=name.replace("_", " "))
+    if name in listed() and not x and not hue:
+        return known
     varied = differing(found)
     for option, path in (("--x", x), ("--hue", hue)):
-        if path and path not in varied and path not in (*COLUMNS, "system") and path not in rows.settings(found).columns:
-            raise ValueError(
-                f"{option}: got {path!r}, allowed {', '.join(varied) or 'nothing, for the rows differ in nothing'}; choose one"
-            )
-    if known and not x and not hue:
-        return known
-    if x is None and (len(found["family"].unique()) > 1 and not varied):
-        return known or Study(name=name, title=name.replace("_", " "), figure="comparison")
-    several = len(found["family"].unique()) > 1
+        if path and path not in {*varied, *SHAPES, "system", *rows.settings(found).columns}:
+            allowed = ", ".join(varied) or "nothing, for the rows differ in nothing"
+            raise ValueError(f"{option}: got {path!r}, allowed {allowed}; choose one")
     first = x or next(iter(varied), None)
-    second = hue or ("system" if several else next((path for path in varied if path != first), None))
-    axes = [first, second if second != first else None]
-    if axes[0] is None:
-        return known or Study(name=name, title=name.replace("_", " "), figure="comparison")
-    numbers = pd.to_numeric(column(found, axes[0]), errors="coerce").notna().all()
-    figure = "lines" if numbers and len(column(found, axes[0]).unique()) > 2 else "bars"
-    title = known.title if known else name.replace("_", " ")
-    return Study(name=name, title=title, x=axes[0], hue=axes[1], figure=figure, command=known.command if known else "")
+    if first is None:
+        return known
+    rest = ["system"] if found["family"].nunique() > 1 else varied
+    second = hue or next((path for path in rest if path != first), None)
+    values = column(found, first)
+    numeric = pd.to_numeric(values, errors="coerce").notna().all()
+    figure = "lines" if numeric and values.nunique() > 2 else "bars"
+    second = second if second != first else None
+    return replace(known, x=first, hue=second, figure=figure, effect={}, value="tokens_per_s")
 
 
 def differing(found: pd.DataFrame) -> list[str]:
-    """Config paths in which rows of one family differ, and columns in which any do: what a study varied, in order."""
-    shapes = [name for name in COLUMNS[:3] if found[name].nunique(dropna=False) > 1]
-    paths = rows.settings(found)
-    mine = [str(path) for path in paths if str(path).startswith(CHOSEN) or path == "machine.device_bytes"]
-    told = [path for path in mine if path not in ("system.name", "system.preset", "process.timeout_s", "recipe.total_steps")]
-    inner = [path for path in told if (paths[path].map(repr).groupby(found["family"]).nunique() > 1).any()]
+    """What a study varied, in order.
+
+    Config paths in which rows of one family differ, and shapes in which any do.
+    """
+    shapes = [name for name in SHAPES if found[name].nunique(dropna=False) > 1]
+    known = rows.settings(found).map(repr)
+    paths = list(map(str, known))
+    inner = [
+        path
+        for path in paths
+        if path.startswith((*CHOSEN, "machine.device_bytes"))
+        and path not in UNTOLD
+        and known[path].groupby(found["family"]).nunique().gt(1).any()
+    ]
     if found["model"].nunique() > 1:
         return [*inner, *shapes]
-    sizes = [str(path) for path in paths if str(path).startswith("model.config.")]
-    sizes = [path for path in sizes if paths[path].map(repr).nunique() > 1]  # one shape, of which a part is varied
-    return [*inner, *sizes, *(shape for shape in shapes if shape != "num_params" or not sizes)]
+    parts = [
+        path for path in paths if path.startswith("model.config.") and known[path].nunique() > 1
+    ]
+    return [*inner, *parts, *(one for one in shapes if one != "num_params" or not parts)]
 
 
 def column(found: pd.DataFrame, path: str) -> pd.Series:
@@ -126,3 +175,8 @@ def column(found: pd.DataFrame, path: str) -> pd.Series:
     if path == "system":
         return (found["family"] + " " + found["mode"]).str.strip()
     return found[path] if path in found else rows.settings(found, path)[path]
+
+
+def value(line: pd.Series, path: str) -> Any:
+    """What one line has in that column."""
+    return column(line.to_frame().T, path).iloc[0]

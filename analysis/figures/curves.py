@@ -8,78 +8,105 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
-from analysis import answers, names, studies, tables
+from analysis import answers, names, paper, speeds, studies, tables
 from analysis.figures import style
 from analysis.studies import Study
 
 BLUES = ("#9cc5ea", "#4f8fca", "#1f5fa8", "#123a68")
 SCALED = ("num_params", "batch_size", "seq_len", "machine.device_bytes")
 """What is drawn on a logarithmic axis, for it doubles from point to point."""
+RIVALS = ("zero3", "zero3_twinflow")
 
 
-def draw(study: Study, lines: pd.DataFrame) -> Figure:
-    """lines: of all runs that are to be drawn; each run's are joined among themselves alone."""
+def draw(study: Study, lines: pd.DataFrame, beside: pd.DataFrame | None = None) -> Figure:
+    """lines: of all runs, the leading one first; each run's points are joined among themselves.
+
+    beside: other studies' lines, of which rivals at the same shape are drawn as single marks.
+    """
     figure = Figure(figsize=(style.PAGE_IN * 0.72, 2.9))
     axes = figure.subplots()
     shown = tables.sort(study, lines[lines["tokens_per_s"].notna()])
-    unit = 1e-9 if study.x in ("num_params", "machine.device_bytes") else 1
-    places = sorted(pd.to_numeric(studies.column(shown, str(study.x)).fillna(0)).unique() * unit)
-    for number, (label, color, marker, mine) in enumerate(_series(study, shown)):
-        x = pd.to_numeric(studies.column(mine, str(study.x)).fillna(0)) * unit
-        for position, (_, part) in enumerate(mine.groupby("run", sort=False)):
-            look: Any = {"color": color, "marker": marker, "zorder": 3 + number}
-            axes.plot(*_with_gaps(x[part.index], part[study.value], places), label=label if position == 0 else None, **look)
-            for at, (_, line) in zip(x[part.index], part.iterrows(), strict=True):
-                style.whisker(axes, line, float(at), horizontal=False, scale=line[study.value] / line["tokens_per_s"], color=color)
-    _axes(axes, study, shown, unit)
-    first = shown.iloc[0]
-    about = f"{first['model']}, " if shown["model"].nunique() == 1 else ""
-    style.titled(
-        figure,
-        answers.finding(study, lines[lines["run"] == lines["run"].iloc[0]]),
-        f"{about}{names.machine(first['machine_details'])}; bars: 95% intervals",
-    )
+    shown = shown.assign(x=pd.to_numeric(studies.column(shown, str(study.x)).fillna(0)))
+    places = sorted(shown["x"].unique())
+    for order, (label, color, marker, mine) in enumerate(_series(study, shown)):
+        for number, (_, part) in enumerate(mine.groupby("run", sort=False)):
+            look: Any = {"color": color, "marker": marker, "zorder": 3 + order}
+            # A line is broken where a place between two of its points was not measured in its run.
+            within = [x for x in places if part["x"].min() <= x <= part["x"].max()]
+            points = part.set_index("x")[study.value].reindex(within)
+            axes.plot(within, points, label=None if number else label, **look)
+            for _, line in part.iterrows():
+                _whisker(axes, study, line, color)
+    about = f"{names.setup(shown)}; bars: 95% intervals"
+    about += "; a line joins one run" if shown["run"].nunique() > 1 else ""
+    if beside is not None and len(marks := _rivals(study, shown, beside)):
+        _marks(axes, study, marks)
+        about += "; single marks: other runs, on other machines"
+    if study.paper:
+        _paper(axes, study)
+        about += "; dotted: the paper, one GH200, other batches"
+    _axes(axes, study, shown)
+    style.titled(figure, answers.answer(study, lines).title, about)
     return figure
-
-
-def _with_gaps(x: pd.Series, y: pd.Series, places: list[float]) -> tuple[list[float], list[float]]:
-    """x and y, broken where a place between two points was not measured in this run."""
-    known = dict(zip(x, y, strict=True))
-    shown = [place for place in places if min(x) <= place <= max(x)]
-    return shown, [known.get(place, float("nan")) for place in shown]
 
 
 def _series(study: Study, shown: pd.DataFrame) -> Iterator[tuple[str, str, str, pd.DataFrame]]:
     """(label, colour, marker, lines) of every hue."""
-    if study.hue == "system":
-        for _, mine in shown.groupby(["family", "mode"], sort=False):
-            family = mine.iloc[0]["family"]
-            yield names.name(mine.iloc[0]), names.color(family), names.marker(family), mine
+    if study.hue and not study.of_systems:
+        values = studies.column(shown, study.hue)
+        for number, value in enumerate(sorted(values.unique())):
+            label = f"{names.value(study.hue, value)} {names.setting(study.hue)}"
+            color = BLUES[(number - values.nunique()) % len(BLUES)]
+            yield label, color, "o^sD"[number % 4], shown[values == value]
         return
-    if study.hue is None:
-        yield names.name(shown.iloc[0]), names.color(shown.iloc[0]["family"]), "o", shown
-        return
-    values = studies.column(shown, study.hue)
-    for number, value in enumerate(sorted(values.unique())):
-        label = f"{names.value(study.hue, value)} {names.setting(study.hue)}"
-        yield label, BLUES[-values.nunique() + number], "o^sD"[number % 4], shown[values == value]
+    for (family, _), mine in shown.groupby(["family", "mode"], sort=False):
+        marker = names.marker(str(family)) if study.hue else "o"
+        yield names.name(mine.iloc[0]), names.color(str(family)), marker, mine
 
 
-def _axes(axes: Axes, study: Study, shown: pd.DataFrame, unit: float) -> None:
-    raw = sorted(value for value in studies.column(shown, str(study.x)).dropna().unique())
-    places = [float(value) * unit for value in raw]
-    if study.x in SCALED:
+def _rivals(study: Study, shown: pd.DataFrame, beside: pd.DataFrame) -> pd.DataFrame:
+    """The strongest of ZeRO-3 and of Twin-Flow in each of those runs, at a shape of this study."""
+    same = [name for name in studies.SHAPES if name != study.x]
+    near = beside[beside["family"].isin(RIVALS) & speeds.comparable(beside)]
+    near = near.merge(shown[same].drop_duplicates(), on=same)
+    near = near.assign(x=studies.column(near, str(study.x)))
+    return near.loc[near.groupby(["run", "family", "x"])["tokens_per_s"].idxmax()]
+
+
+def _marks(axes: Axes, study: Study, marks: pd.DataFrame) -> None:
+    for family, mine in marks.groupby("family"):
+        modes = {names.name(line) for _, line in mine.iterrows()}
+        label = modes.pop() if len(modes) == 1 else f"{names.family_name(str(family))} at its best"
+        look: Any = {"color": names.color(str(family)), "marker": names.marker(str(family))}
+        axes.plot(mine["x"], mine[study.value], linestyle="", label=label, zorder=9, **look)
+        for _, line in mine.iterrows():
+            _whisker(axes, study, line, look["color"])
+
+
+def _whisker(axes: Axes, study: Study, line: pd.Series, color: str) -> None:
+    scale = line[study.value] / line["tokens_per_s"]
+    style.whisker(axes, line, line["x"], horizontal=False, scale=scale, color=color)
+
+
+def _paper(axes: Axes, study: Study) -> None:
+    for system, mine in paper.along(study).sort_values("x").groupby("system", sort=False):
+        look: Any = {"color": names.color(str(system)), "marker": names.marker(str(system))}
+        label = f"{names.family_name(str(system))}, paper"
+        axes.plot(mine["x"], mine["y"], ":", markerfacecolor="white", label=label, **look)
+
+
+def _axes(axes: Axes, study: Study, shown: pd.DataFrame) -> None:
+    x = str(study.x)
+    if x in SCALED:
         axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(places))
-    words = [
-        names.value(str(study.x), value).removesuffix("B") if study.x == "num_params" else names.value(str(study.x), value)
-        for value in raw
-    ]
-    axes.xaxis.set_major_formatter(FixedFormatter(words))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set(xlabel=names.setting(str(study.x)), ylabel=names.setting(study.value))
+    known = [*studies.column(shown, x).dropna(), *(paper.along(study)["x"] if study.paper else ())]
+    raw = sorted({int(value) if value == int(value) else value for value in known})
+    words = [names.value(x, value) for value in raw]
+    bare = [word.removesuffix("B") for word in words] if x == "num_params" else words
+    axes.set_xticks([float(value) for value in raw], bare)
+    axes.minorticks_off()
+    axes.set(xlabel=names.setting(x), ylabel=names.setting(study.value))
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))

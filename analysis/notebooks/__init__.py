@@ -1,4 +1,4 @@
-"""Thin notebooks: each .py here is a percent script that loads, calls and comments; the .ipynb beside it is that script executed.
+"""Thin notebooks: each .py here is a percent script; the .ipynb beside it is that script executed.
 
 python -m analysis.notebooks          # execute all of them again
 """
@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 from IPython.display import Image, Markdown, display
 
-from analysis import figures, record, tables
+from analysis import answers, figures, record, studies, tables
 from analysis.figures import style
 
 LINES = record.lines()
@@ -32,3 +32,12 @@ def table(shown: pd.DataFrame) -> None:
 def say(text: Any) -> None:
     """Markdown."""
     display(Markdown(str(text)))
+
+
+def tell(*, comparisons: bool) -> None:
+    """Question, answer and leading table: of the comparisons with rivals, or the others."""
+    for study, mine in studies.shown(LINES):
+        if study.compares == comparisons:
+            answer = answers.answer(study, mine).sentence
+            say(f"## {study.title}\n\n{study.question}\n\n{answer}")
+            table(tables.of(study, studies.leading(study, mine)))

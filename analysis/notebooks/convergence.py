@@ -2,7 +2,8 @@
 """
 # Convergence
 
-A bfloat16 master against an fp32 one over the first steps, and how far the losses of each system lie from its reference's.
+A bfloat16 master against an fp32 one over the first steps, and how far the
+losses of each system lie from its reference's.
 """
 
 # %%

@@ -2,7 +2,7 @@
 """
 # Overlap
 
-What every lane of the engine does in one recorded step of the published algorithm and of `fast`, at 7B.
+What every lane of the engine does in a recorded 7B step of the published algorithm and of `fast`.
 """
 
 # %%
@@ -14,9 +14,18 @@ from analysis.notebooks import picture, table
 picture("timeline")
 
 # %%
-steps = [step for path in sorted((record.RESULTS / "timelines").iterdir()) for step in timeline.load(path)]
+steps = [
+    step
+    for path in sorted((record.RESULTS / "timelines").iterdir())
+    for step in timeline.load(path)
+]
 told = [
-    {"step": step.name, "kind": "predicted" if step.predicted else "recorded", "lane": lane, "busy s": f"{step.busy_s(lane):.2f}"}
+    {
+        "step": step.name,
+        "kind": "predicted" if step.predicted else "recorded",
+        "lane": lane,
+        "busy s": f"{step.busy_s(lane):.2f}",
+    }
     for step in steps
     for lane in step.lanes
 ]

@@ -12,6 +12,10 @@ from tests.made_rows import save
 
 TYPED = re.compile(r"\d\.\d+ ?x\b|\d{1,3},\d{3} tokens/s|\d+(\.\d+)?%|\d+ tokens/s|[+−]\d+\.\d")
 """Ratios, speeds and percentages."""
+COUNTED = re.compile(
+    r"\b(?:two|three|four|five|six|seven|eight|nine|ten) (?:times|machines|repeats|trials)\b"
+)
+"""What a later run would change."""
 CLAIM = "1.84x"
 """The paper's number, which no row of ours can change."""
 LINES = record.lines()
@@ -41,6 +45,7 @@ def test_prose_types_no_measured_number(name: str) -> None:
     text = pages.TABLE.sub("", numbers.plain((pages.ROOT / name).read_text()))
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL).replace(CLAIM, "")
     assert TYPED.findall(prose) == []
+    assert COUNTED.findall(prose) == []
 
 
 def test_every_study_has_a_page_with_question_answer_table_and_origin() -> None:
@@ -66,7 +71,7 @@ def test_rows_of_a_second_machine_join_the_page_and_no_ratio_spans_the_two(tmp_p
     assert "x |" not in second
 
 
-@pytest.mark.parametrize("marker", ["ratio:nowhere/fast/zero3", "speed:vs_zero3_14b/echo", "bogus:vs_zero3_14b/fast"])
+@pytest.mark.parametrize("marker", ["ratio:nowhere/fast/zero3", "speed:vs_zero3_14b/echo", "bogus:vs_zero3_14b/fast", "most:nowhere"])
 def test_a_marker_that_names_nothing_is_one_line(marker: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"{{{marker}}}")) as caught:
         numbers.fill(f"<!--{{{marker}}}-->1<!--/-->", LINES)
@@ -77,5 +82,8 @@ def test_a_number_says_what_it_should() -> None:
     assert numbers.number("ratio", "vs_zero3_14b/fast/zero3", LINES) == "1.75x"
     assert numbers.number("interval", "vs_zero3_14b/fast/zero3", LINES) == "1.59–1.93"
     assert numbers.number("spread", "vs_zero3_7b/fast/twinflow", LINES) == "1.55x to 1.61x"
+    assert numbers.number("runs", "vs_zero3_7b/fast/twinflow", LINES) == "three runs"
+    assert numbers.number("repeats", "vs_zero3_14b/fast", LINES) == "three"
+    assert numbers.number("most", "context_length", LINES) == "512K"
     assert numbers.number("name", "vs_zero3_7b/rival", LINES) == "Twin-Flow, compiled"
     assert BOOT["boot"] not in numbers.number("machine", "vs_zero3_14b/fast", LINES)

@@ -14,6 +14,11 @@ from tests.made_rows import CPU, H200, curve, row, save
 BOOT, OTHER = {**H200, "boot": "0123abcd", "device_bytes": 10**11}, {**H200, "boot": "deadbeef", "device_bytes": 10**11}
 
 
+def lines_of(path: Path) -> list[dict]:
+    """The rows of a file as they stand."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def measured(system: str, *, machine: dict = BOOT, experiment: str = "mine", started: str = "08:00:00", **fields) -> Row:
     config = {
         "experiment": experiment,
@@ -49,7 +54,7 @@ def test_a_later_row_of_the_run_joins_its_file_and_a_known_one_does_not(tmp_path
     told = record.add([save(source, [measured("zero3"), measured("megatrain", started="09:00:00")])], results)
     assert told == ["mine/2026-11-21_h200-16c_0123abcd: 1 rows filed, 1 were there already"]
     (path,) = (results / "mine").glob("*.jsonl")
-    assert [one["system"] for one in record.lines_of(path)] == ["zero3", "megatrain"]
+    assert [one["system"] for one in lines_of(path)] == ["zero3", "megatrain"]
 
 
 def test_a_row_that_another_study_measured_is_filed_once_and_shared(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from analysis import __main__ as command
-from analysis import report, rows
+from analysis import report, rows, tables
 from tests.made_rows import CPU, row, save
 from tests.unit.study_rows import batch_rows, config, factor_rows, grid_rows, ladder_rows, size_rows
 
@@ -78,7 +78,7 @@ def test_streams_and_batch_are_one_figure_of_two_axes(tmp_path: Path) -> None:
 
 def test_a_cpu_s_speeds_say_what_they_prove(tmp_path: Path, capsys) -> None:
     path = save(tmp_path / "rows.jsonl", [row("zero3", [1.0] * 3, machine=CPU)])
-    assert report.CPU_NOTE in run(capsys, "report", path)[1].replace("\n", " ")
+    assert tables.CPU_NOTE in run(capsys, "report", path)[1].replace("\n", " ")
 
 
 def test_a_report_removes_the_pictures_of_the_one_before(tmp_path: Path, capsys) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from analysis import record, rows
+from tests.analysis.test_record import lines_of
 from tests.made_rows import H200, curve, row, save
 
 
@@ -102,7 +103,7 @@ def test_an_empty_folder_is_one_line(tmp_path: Path) -> None:
 
 def test_every_committed_row_is_read_and_stands_once() -> None:
     files = sorted(record.RESULTS.rglob("*.jsonl"))
-    keys = [(one["cell"], one["started_at"]) for path in files for one in record.lines_of(path)]
+    keys = [(one["cell"], one["started_at"]) for path in files for one in lines_of(path)]
     assert len(keys) == len(set(keys)) >= 240
     assert len(rows.every_row(record.RESULTS)) == len(keys)
 

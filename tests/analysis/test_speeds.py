@@ -40,12 +40,12 @@ def test_a_ratio_s_interval_is_welch_s() -> None:
     lines = lines_of([row("megatrain", one), row("zero3", two)])
     found = speeds.ratio(lines.loc["megatrain"], lines.loc["zero3"])
     welch = stats.ttest_ind(-np.log(one), -np.log(two), equal_var=False)
-    shift = math.log(found["value"]) - (np.mean(-np.log(one)) - np.mean(-np.log(two)))
+    shift = math.log(found.value) - (np.mean(-np.log(one)) - np.mean(-np.log(two)))
     known = welch.confidence_interval(0.95)
     # The degrees of freedom are rounded down, which widens the interval a little.
-    assert math.log(found["lo"]) == pytest.approx(known.low + shift, abs=0.02)
-    assert math.log(found["lo"]) <= known.low + shift
-    assert math.log(found["hi"]) >= known.high + shift
+    assert math.log(found.lo) == pytest.approx(known.low + shift, abs=0.02)
+    assert math.log(found.lo) <= known.low + shift
+    assert math.log(found.hi) >= known.high + shift
 
 
 def test_repeats_of_one_configuration_are_one_line() -> None:
@@ -61,7 +61,7 @@ def test_repeats_of_one_configuration_are_one_line() -> None:
     assert (zero3["num_samples"], zero3["degrees"], zero3["max_loss_difference"]) == (4, 3, 4e-4)
     assert (megatrain["num_failed"], megatrain["host_gb"]) == (1, 3.0)
     found = speeds.ratio(megatrain, zero3)
-    assert found["lo"] > 1.9
+    assert found.lo > 1.9
 
 
 def test_two_windows_or_two_repeats_give_no_interval() -> None:
@@ -95,7 +95,7 @@ def test_intervals_of_three_repeats_cover_the_truth(between: float, within: floa
             pools.append(speeds.speed([1 / float(repeat.mean()) for repeat in windows], windows.tolist()))
         found = speeds.ratio(*pools)
         held[0] += pools[0]["lo"] <= 1.0 <= pools[0]["hi"]
-        held[1] += found["lo"] <= 2.0 <= found["hi"]
+        held[1] += found.lo <= 2.0 <= found.hi
     assert min(held) >= 930
 
 
@@ -104,10 +104,10 @@ def test_the_committed_headline() -> None:
     lines = record.lines()
     mine = lines[lines["run"] == "2026-11-22_h200-64c_524bf9d0"].set_index("family")
     found = speeds.ratio(mine.loc["megatrain_fast"], mine.loc["zero3"])
-    assert (found["value"], found["lo"], found["hi"]) == pytest.approx((1.7526, 1.591, 1.930), abs=6e-4)
+    assert (found.value, found.lo, found.hi) == pytest.approx((1.7526, 1.591, 1.930), abs=6e-4)
     seven = lines[(lines["run"] == "2026-11-22_h200-32c_65ed26ba") & (lines["study"] == "vs_zero3_7b")].set_index("family")
     found = speeds.ratio(seven.loc["megatrain_fast"], seven.loc["zero3"])
-    assert (found["value"], found["lo"], found["hi"]) == pytest.approx((2.07, 2.01, 2.13), abs=6e-3)
+    assert (found.value, found.lo, found.hi) == pytest.approx((2.07, 2.01, 2.13), abs=6e-3)
 
 
 def test_what_differs_is_not_comparable() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import nbformat
 import pytest
 
-from analysis.notebooks.__main__ import FOLDER, NAMES, executed, joined, main, notebook_of
+from analysis.notebooks.__main__ import FOLDER, NAMES, executed, main, notebook_of
 
 LARGEST_BYTES = 150_000
 
@@ -56,15 +56,6 @@ def test_a_notebook_runs_and_says_what_the_committed_one_says(name: str) -> None
     again = executed(name)
     assert words(again) == words(committed(name)), f"python -m analysis.notebooks {name}"
     assert len(pictures(again)) == len(pictures(committed(name)))
-
-
-def test_text_that_a_kernel_cut_is_one_output_and_nothing_changes_places() -> None:
-    def said(text: str, name: str = "stdout") -> Any:
-        return nbformat.v4.new_output("stream", name=name, text=text)
-
-    table = nbformat.v4.new_output("display_data", data={"text/plain": "table"})
-    found = joined([said("one"), said("\n"), table, said("two"), said("!"), said("loud", "stderr"), said("three")])
-    assert [output.get("text", "table") for output in found] == ["one\n", "table", "two!", "loud", "three"]
 
 
 def test_an_unknown_name_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
