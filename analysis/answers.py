@@ -23,6 +23,8 @@ def answer(study: Study, lines: pd.DataFrame) -> Answer:
     ready = lead[speeds.comparable(lead)]
     if not len(ready):
         told = "Nothing was measured whose losses agree, so nothing is ranked."
+        if not lead["tokens_per_s"].notna().any():
+            told = "Nothing was measured; below stands why."
         return Answer(study.title, told)
     if study.compares:
         return _comparison(study, ready)
@@ -104,10 +106,11 @@ def _settings(study: Study, ready: pd.DataFrame) -> Answer:
             f"Every switch on: {speeds.ratio(best, first).short} the published algorithm",
             f"With every switch on the engine is {_times(best, first)} as fast as {over}.",
         )
-    ends = f"The fastest is {place(study, best)} and the slowest {place(study, worst)}"
     between = "between the slowest and the fastest"
     title = f"{study.title}: {speeds.ratio(best, worst).short} {between}"
-    return Answer(title, f"{ends}, by {_change(worst, best)}.")
+    ends = [place(study, one) for one in (best, worst)]
+    told = f"The fastest is {ends[0]}. The slowest is {ends[1]}: {_change(worst, best)}."
+    return Answer(title, told)
 
 
 def loss_gaps(lines: pd.DataFrame) -> list[list[float]]:
@@ -129,16 +132,16 @@ def _losses(study: Study, ready: pd.DataFrame) -> Answer:
 
 
 def place(study: Study, line: pd.Series) -> str:
-    """What tells a line from the others of its study, in words."""
-    told = []
+    """What tells a line from the others: `3 CUDA streams with 8 sequences per step`."""
+    told, says_all = [], {"system", "system.preset", *names.VALUES}
     for path in filter(None, (study.x, study.hue)):
-        named = path in ("system", "system.preset")
-        told.append(
-            tables.value(line, path)
-            if named
-            else f"{names.setting(path)} {tables.value(line, path)}"
-        )
-    return ", ".join(told)
+        words = tables.value(line, path)
+        if words[:1].isdigit():
+            words = f"{words} {names.setting(path)}"
+        elif path not in says_all:
+            words = f"{names.setting(path)} {words}"
+        told.append(words)
+    return " with ".join(told)
 
 
 def _over_zero3(study: Study, ready: pd.DataFrame) -> Answer | None:

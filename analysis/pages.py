@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from analysis import answers, names, numbers, record, studies, tables, whole
+from analysis import answers, figures, names, numbers, record, studies, tables, whole
 from analysis.studies import Study
 
 ROOT = Path(__file__).parents[1]
@@ -22,13 +22,6 @@ FILLED = ("README.md", "docs/methods.md", "docs/design.md")
 """Pages written by hand whose markers are filled."""
 TABLE = re.compile(r"<!-- table:([^ ]+) -->\n.*?<!-- /table -->", re.DOTALL)
 FIGURES = Path("figures")
-OVERVIEWS = {
-    "rivals": "The engine over each rival, run by run",
-    "pareto": "Throughput against memory",
-    "memory": "What fills the memory",
-    "timeline": "One recorded step",
-}
-"""Pictures that span studies."""
 
 
 def pages(lines: pd.DataFrame, results: Path = record.RESULTS) -> Iterator[tuple[Path, str]]:
@@ -57,7 +50,9 @@ def index(lines: pd.DataFrame, results: Path) -> str:
                 "runs": str(mine["run"].nunique()),
             }
         )
-    pictures = [(title, f"{FIGURES}/{name}.png") for name, title in OVERVIEWS.items()]
+    titles = {name: module.TITLE for name, module in figures.overviews().items()}
+    titles["timeline"] = "One recorded step"
+    pictures = [(title, f"{FIGURES}/{name}.png") for name, title in titles.items()]
     drawn = [f"![{title}]({path})" for title, path in pictures if (results / path).exists()]
     head = (
         "# What was measured\n\n"
@@ -140,11 +135,13 @@ def filled(text: str, lines: pd.DataFrame) -> str:
     return numbers.fill(TABLE.sub(table, text), current)
 
 
-def refresh(results: Path = record.RESULTS, root: Path = ROOT) -> list[Path]:
-    """Write every page anew; the paths that changed. ValueError, one line, writes nothing."""
+def refresh(results: Path = record.RESULTS) -> list[Path]:
+    """Write every page anew, README and docs too where the record is this repository's.
+
+    The paths that changed. Raises ValueError, one line, and writes nothing.
+    """
     lines = record.lines(results)
     wanted = dict(pages(lines, results))
-    for path in (root / name for name in FILLED):
-        if path.exists():
-            wanted[path] = filled(path.read_text(encoding="utf-8"), lines)
+    for path in (ROOT / name for name in FILLED if results.samefile(record.RESULTS)):
+        wanted[path] = filled(path.read_text(encoding="utf-8"), lines)
     return whole.write_changed({path: text.encode() for path, text in wanted.items()})

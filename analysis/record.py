@@ -95,11 +95,11 @@ def add(sources: Iterable[Path], results: Path = RESULTS) -> list[str]:
     whole.write_changed(wanted)
     _write_yaml(results / SHARED, dict(sorted(shared.items())))
     _write_yaml(results / MACHINES, machines(rows.every_row(results)))
-    return [
-        f"{place}: {len(new[place])} rows filed"
-        + (f", {known} were there already" if known else "")
-        for place, known in [(place, again.get(place, 0)) for place in sorted({*new, *again})]
-    ]
+    told = []
+    for place in sorted({*new, *again}):
+        known = f", {again[place]} known" if again[place] else ""
+        told.append(f"{place}: {len(new[place])} new row{'s' * (len(new[place]) != 1)}{known}")
+    return told
 
 
 def _lines(source: str) -> list[bytes]:

@@ -127,14 +127,17 @@ def of_rows(
 
     x, hue: what the caller wants instead. Raises ValueError, one line, for a path that no row has.
     """
-    known = listed().get(name) or Study(name=name, title=name.replace("_", " "))
-    if name in listed() and not x and not hue:
+    known = listed().get(name) or Study(name=name, title=name.replace("_", " ").capitalize())
+    listed_axes = {f"{PATH.name}: {name}.x": known.x, f"{PATH.name}: {name}.hue": known.hue}
+    axes = {"--x": x, "--hue": hue} if x or hue else listed_axes
+    paths = {*SHAPES, "system", "system.preset", *rows.settings(found).columns}
+    for place, path in axes.items():
+        if path and path not in paths:
+            allowed = ", ".join(differing(found)) or "nothing, for the rows differ in nothing"
+            raise ValueError(f"{place}: got {path!r}, allowed {allowed}; choose one")
+    if name in listed() and axes is listed_axes:
         return known
     varied = differing(found)
-    for option, path in (("--x", x), ("--hue", hue)):
-        if path and path not in {*varied, *SHAPES, "system", *rows.settings(found).columns}:
-            allowed = ", ".join(varied) or "nothing, for the rows differ in nothing"
-            raise ValueError(f"{option}: got {path!r}, allowed {allowed}; choose one")
     first = x or next(iter(varied), None)
     if first is None:
         return known

@@ -1,30 +1,23 @@
-"""Rows -> pictures. One file a figure; this is the list of them.
+"""Rows -> pictures. One file a figure.
 
-A figure of a study is named by its `figure` in studies.yaml; one of the whole record is listed in
-`all_figures`.
+A figure of a study is named by its `figure` in studies.yaml. A figure of the whole record is any
+file here with a TITLE and a `draw(lines)`: it is drawn and shown because it is here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
+from types import ModuleType
 
 import pandas as pd
 from matplotlib.figure import Figure
 
 from analysis import studies, timeline
-from analysis.figures import (
-    bars,
-    comparison,
-    curves,
-    losses,
-    memory,
-    pareto,
-    rivals,
-    step,
-    style,
-)
+from analysis.figures import bars, comparison, curves, losses, memory, step, style
 from analysis.studies import Study
 
 STUDIES: dict[str, Callable[[Study, pd.DataFrame], Figure]] = {
@@ -32,8 +25,6 @@ STUDIES: dict[str, Callable[[Study, pd.DataFrame], Figure]] = {
     "bars": bars.draw,
     "losses": losses.draw,
 }
-HEADLINE = "vs_zero3_14b"
-"""The study whose leading run the memory figure shows."""
 
 
 def of_study(study: Study, lines: pd.DataFrame, beside: pd.DataFrame | None = None) -> Figure:
@@ -51,19 +42,21 @@ def drawable(study: Study, lines: pd.DataFrame) -> bool:
     )
 
 
+def overviews() -> dict[str, ModuleType]:
+    """The figures of the whole record by name."""
+    found = [import_module(f"{__name__}.{one.name}") for one in iter_modules(__path__)]
+    return {one.__name__.rpartition(".")[2]: one for one in found if hasattr(one, "TITLE")}
+
+
 def all_figures(lines: pd.DataFrame, results: Path) -> Iterator[tuple[str, Callable[[], Figure]]]:
     """(name, what draws it) of every picture that the pages show."""
     for study, mine in studies.shown(lines):
         if drawable(study, mine):
-            others = _leads(lines, study.beside)
-            yield study.name, partial(of_study, study, mine, others)
-        if study.name == HEADLINE:
-            yield "memory", partial(memory.draw, studies.leading(study, mine))
+            yield study.name, partial(of_study, study, mine, _leads(lines, study.beside))
     current = lines[~lines["superseded"]]
-    against = current[current["study"].str.startswith("vs_")]
-    if len(against):
-        yield "rivals", partial(rivals.draw, against)
-        yield "pareto", partial(pareto.draw, against)
+    if (current["study"] == memory.HEADLINE).any():
+        for name, module in overviews().items():
+            yield name, partial(module.draw, current)
     recorded = [timeline.load(path)[0] for path in sorted((results / "timelines").glob("*.json"))]
     if recorded:
         yield "timeline", partial(step.compare, recorded)

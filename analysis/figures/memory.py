@@ -6,9 +6,11 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from analysis import names, tables
+from analysis import names, studies, tables
 from analysis.figures import style
 
+TITLE = "What fills the memory of each system"
+HEADLINE = "vs_zero3_14b"
 KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "weights": ("#1b4b82", ("weights",)),
     "master and optimizer state": ("#d0632b", ("master", "moments", "optimizer")),
@@ -29,7 +31,9 @@ def split(sizes: dict[str, int]) -> dict[str, float]:
 
 
 def draw(lines: pd.DataFrame) -> Figure:
-    """lines: of one run of a comparison."""
+    """The leading run of the headline. lines: of the whole record."""
+    mine = lines[lines["study"] == HEADLINE]
+    lines = studies.leading(studies.listed()[HEADLINE], mine)
     shown = lines[lines["tokens_per_s"].notna()].sort_values("tokens_per_s")
     details = lines.iloc[0]["machine_details"]
     places = list(range(len(shown)))
@@ -56,5 +60,5 @@ def draw(lines: pd.DataFrame) -> Figure:
     handles = [Patch(color=color, label=name) for name, (color, _) in KINDS.items()]
     about = "device as planned, black: observed peak; host as observed"
     about = f"{names.setup(shown)}; {about}"
-    style.titled(figure, "What fills the memory of each system", about, legend=handles)
+    style.titled(figure, TITLE, about, legend=handles)
     return figure

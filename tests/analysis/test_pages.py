@@ -12,9 +12,7 @@ from tests.made_rows import save
 
 TYPED = re.compile(r"\d\.\d+ ?x\b|\d{1,3},\d{3} tokens/s|\d+(\.\d+)?%|\d+ tokens/s|[+−]\d+\.\d")
 """Ratios, speeds and percentages."""
-COUNTED = re.compile(
-    r"\b(?:two|three|four|five|six|seven|eight|nine|ten) (?:times|machines|repeats|trials)\b"
-)
+COUNTED = re.compile(r"\b(?:two|three|four|five|six|seven|eight|nine|ten) (?:times|machines|repeats|trials)\b")
 """What a later run would change."""
 CLAIM = "1.84x"
 """The paper's number, which no row of ours can change."""
@@ -35,9 +33,9 @@ def test_deleting_the_pages_and_running_again_restores_them(tmp_path: Path) -> N
     before = {path: path.read_bytes() for path in results.rglob("README.md")}
     for path in before:
         path.unlink()
-    assert set(pages.refresh(results, tmp_path)) == set(before)
+    assert set(pages.refresh(results)) == set(before)
     assert {path: path.read_bytes() for path in before} == before
-    assert pages.refresh(results, tmp_path) == []
+    assert pages.refresh(results) == []
 
 
 @pytest.mark.parametrize("name", pages.FILLED)
@@ -62,7 +60,7 @@ def test_every_study_has_a_page_with_question_answer_table_and_origin() -> None:
 def test_rows_of_a_second_machine_join_the_page_and_no_ratio_spans_the_two(tmp_path: Path) -> None:
     rows = [measured("zero3"), measured("megatrain"), measured("megatrain", machine=OTHER)]
     record.add([save(tmp_path / "rows.jsonl", rows)], tmp_path / "results")
-    pages.refresh(tmp_path / "results", tmp_path)
+    pages.refresh(tmp_path / "results")
     text = (tmp_path / "results" / "mine" / "README.md").read_text()
     first, second = text.split("\n## ")[1:3]
     assert "0123abcd" in first
@@ -71,7 +69,9 @@ def test_rows_of_a_second_machine_join_the_page_and_no_ratio_spans_the_two(tmp_p
     assert "x |" not in second
 
 
-@pytest.mark.parametrize("marker", ["ratio:nowhere/fast/zero3", "speed:vs_zero3_14b/echo", "bogus:vs_zero3_14b/fast", "most:nowhere"])
+@pytest.mark.parametrize(
+    "marker", ["ratio:nowhere/fast/zero3", "speed:vs_zero3_14b/echo", "bogus:vs_zero3_14b/fast", "most:nowhere"]
+)
 def test_a_marker_that_names_nothing_is_one_line(marker: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"{{{marker}}}")) as caught:
         numbers.fill(f"<!--{{{marker}}}-->1<!--/-->", LINES)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from analysis import __main__ as command
 from analysis import record
 from sweeps.result import Row
 from tests.made_rows import CPU, H200, curve, row, save
@@ -41,7 +42,7 @@ def test_rows_are_filed_by_study_date_machine_and_boot_byte_for_byte(tmp_path: P
     source = save(tmp_path / "out" / "rows.jsonl", [measured("zero3"), measured("megatrain", machine=OTHER)])
     results = tmp_path / "results"
     told = record.add([source], results)
-    assert told == ["mine/2026-11-21_h200-16c_0123abcd: 1 rows filed", "mine/2026-11-21_h200-16c_deadbeef: 1 rows filed"]
+    assert told == ["mine/2026-11-21_h200-16c_0123abcd: 1 new row", "mine/2026-11-21_h200-16c_deadbeef: 1 new row"]
     files = sorted((results / "mine").glob("*.jsonl"))
     assert b"".join(path.read_bytes() for path in files) == source.read_bytes()
     kinds = yaml.safe_load((results / "machines.yaml").read_text())["kinds"]
@@ -52,7 +53,7 @@ def test_a_later_row_of_the_run_joins_its_file_and_a_known_one_does_not(tmp_path
     results, source = tmp_path / "results", tmp_path / "out" / "rows.jsonl"
     record.add([save(source, [measured("zero3")])], results)
     told = record.add([save(source, [measured("zero3"), measured("megatrain", started="09:00:00")])], results)
-    assert told == ["mine/2026-11-21_h200-16c_0123abcd: 1 rows filed, 1 were there already"]
+    assert told == ["mine/2026-11-21_h200-16c_0123abcd: 1 new row, 1 known"]
     (path,) = (results / "mine").glob("*.jsonl")
     assert [one["system"] for one in lines_of(path)] == ["zero3", "megatrain"]
 
@@ -94,6 +95,16 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     record.add([source], tmp_path / "results")
     (path,) = (tmp_path / "results" / "mine").glob("*.jsonl")
     assert [json.loads(line)["system"] for line in path.read_text().splitlines()] == ["zero3"]
+
+
+def test_a_study_without_a_speed_gets_its_page_and_no_picture(tmp_path: Path, capsys) -> None:
+    lost = {"status": "oom_device", "reason": "full", "tokens_per_s": None, "step_s": [], "losses": []}
+    source = save(tmp_path / "rows.jsonl", [dataclasses.replace(measured("zero3"), **lost)])
+    results = tmp_path / "results"
+    assert command.main(["add", str(source), "--results", str(results)]) == 0
+    assert "Nothing was measured; below stands why." in (results / "mine" / "README.md").read_text()
+    assert list(results.rglob("*.png")) == []
+    assert capsys.readouterr().err == ""
 
 
 def test_the_record_is_small() -> None:

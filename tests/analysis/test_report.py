@@ -1,13 +1,22 @@
 """The command line: a report of any rows, and bad input in one line."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from analysis import __main__ as command
-from analysis import report, rows, tables
+from analysis import report, rows, studies, tables
 from tests.made_rows import CPU, row, save
 from tests.unit.study_rows import batch_rows, config, factor_rows, grid_rows, ladder_rows, size_rows
+
+
+def test_an_axis_of_studies_yaml_that_no_row_has_is_one_line(monkeypatch) -> None:
+    (known,) = (one for one in studies.all_studies() if one.name == "double_buffering")
+    bad = dataclasses.replace(known, x="system.bogus")
+    monkeypatch.setattr(studies, "listed", lambda: {bad.name: bad})
+    with pytest.raises(ValueError, match=r"studies.yaml: double_buffering.x: got 'system.bogus'"):
+        list(report.sections(rows.from_rows(grid_rows())))
 
 
 def run(capsys, *arguments: object) -> tuple[int, str, str]:
