@@ -68,8 +68,7 @@ def activation_bytes(spec: SystemSpec, options: CommonOptions) -> dict[str, int]
 
 
 def usable_bytes(spec: SystemSpec) -> int:
-    """Device bytes that a plan may fill where a system chooses what to put there; the CPU has
-    none."""
+    """Device bytes that a plan may fill where a system chooses what to put there; 0 on the CPU."""
     if spec.device.type != "cuda":
         return 0
     return int(USABLE_DEVICE * (spec.device_memory or int(torch.cuda.mem_get_info(spec.device)[1])))
@@ -145,8 +144,7 @@ class PinnedBlocks:
 
 
 def process_bytes(device: torch.device, num_processes: int = 1) -> int:
-    """Host bytes of processes with torch and a CUDA context, before any model; not counted on the
-    CPU."""
+    """Host bytes of processes with torch and CUDA, before any model; not counted on the CPU."""
     return num_processes * HOST_OVERHEAD if device.type == "cuda" else 0
 
 

@@ -29,11 +29,9 @@ class Fsdp2Options(CommonOptions):
     """Options of `Fsdp2`."""
 
     accumulate_on_device: bool = False
-    """Keep the gradients on the device, 4 bytes per parameter, until the last micro-batch; no
-    effect with one."""
+    """Keep fp32 gradients on the device until the last micro-batch; no effect with one."""
     reshard_after_forward: bool = True
-    """Free a layer's gathered weights after its forward, to gather them again for its backward;
-    false keeps all until then."""
+    """Free a layer's gathered weights between forward and backward; false keeps them all."""
 
 
 class Fsdp2(TorchRival):
@@ -83,8 +81,7 @@ class Fsdp2(TorchRival):
         return footprint.plan_on(self.spec.device, device, host)
 
     def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Build the fp32 module on the host, shard each decoder layer and the rest, and make the
-        optimizer."""
+        """Build the fp32 module on the host, shard it layer by layer, make the optimizer."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -113,8 +110,7 @@ class Fsdp2(TorchRival):
         )
 
     def train_step(self, batch: Batch) -> torch.Tensor:
-        """One optimizer step; clipping on the host waits for the gradients, so the loss is looked
-        at there too."""
+        """One optimizer step; clipping on the host waits for the gradients anyway."""
         assert self.loss is not None, "setup comes first"
         total = torch.zeros((), dtype=torch.float32, device=self.spec.device)
         num_tokens = batch.num_tokens
@@ -150,8 +146,7 @@ class Fsdp2(TorchRival):
                 gradient.mul_(scale)
 
     def counters(self) -> dict[str, float]:
-        """optimizer_s: seconds of clipping (clip_s) and AdamW on the host; nothing overlaps
-        them."""
+        """optimizer_s: seconds of clipping (clip_s) and of AdamW on the host, not overlapped."""
         return {**super().counters(), "clip_s": self._clip_s}
 
     def _held(self) -> Iterator[tuple[str, torch.Tensor, Mapping[str, torch.Tensor]]]:

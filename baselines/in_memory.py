@@ -32,8 +32,7 @@ class InMemory(TorchRival):
         self.loss: CausalLMLoss | None = None
 
     def plan(self) -> Plan:
-        """Closed-form bytes: 18 per parameter with a bf16 module, 16 in fp32, and the
-        activations."""
+        """Closed-form bytes: 18 per parameter with a bf16 module, 16 in fp32; activations."""
         count = count_params(self.spec.model)
         mixed = self.spec.dtype != torch.float32
         device = {

@@ -69,8 +69,7 @@ def _decoder_path(model: nn.Module) -> str:
 
 
 def _without_hooks(module: nn.Module) -> nn.Module:
-    """A shallow copy whose submodules are the very same; the hooks are for the module's own
-    call."""
+    """A shallow copy without hooks, which are for the module's own call; submodules are shared."""
     bare = copy.copy(module)
     for attribute, value in vars(nn.Module()).items():
         if "_hooks" in attribute:
@@ -145,8 +144,7 @@ def _summed_cross_entropy(logits: torch.Tensor, target: torch.Tensor) -> torch.T
 
 
 class CausalLMLoss(nn.Module):
-    """A causal LM of transformers as one module from tokens to the loss; the model is the submodule
-    `model`."""
+    """A causal LM of transformers, the submodule `model`, as one module from tokens to the loss."""
 
     def __init__(
         self,

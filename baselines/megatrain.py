@@ -52,8 +52,7 @@ def build(
 
 
 def _require_kernel() -> None:
-    """Unsupported, in one line, without the engine's AdamW: torch's in its place would be measured
-    as the engine."""
+    """Unsupported without the engine's AdamW: torch's would be measured as the engine's."""
     try:
         native()
     except KernelError as error:

@@ -110,8 +110,7 @@ def _one_line(error: BaseException) -> str:
 
 
 class _HugeOnMeta(TorchFunctionMode):
-    """torch.empty makes a meta tensor of a matrix of HUGE elements or more: memory for it there may
-    be none."""
+    """torch.empty makes a meta tensor of any matrix of HUGE elements: memory may be too small."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -125,8 +124,7 @@ class _HugeOnMeta(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _large_parameters_on_meta() -> Iterator[None]:
-    """Parameters of two or more dimensions become meta tensors as modules register them; ties stay
-    one object."""
+    """Modules register matrices as meta tensors; ties stay one object."""
     register: Callable[..., None] = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -240,8 +238,7 @@ def skip_packed_sequence_check() -> None:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers, found by the engine's rule. Unsupported, in one line, where there are
-    none."""
+    """The decoder layers, found by the engine's rule; Unsupported where there are none."""
     return find_decoder(model)[1]
 
 
@@ -338,8 +335,7 @@ def materialise(
     device: torch.device,
     weights: Iterable[tuple[str, torch.Tensor]],
 ) -> nn.Module:
-    """The model with real parameters in `dtype` on `device` that hold copies of `weights`; ties
-    stay tied."""
+    """The model in `dtype` on `device` with copies of `weights`; ties stay tied."""
     model = build_skeleton(spec, dtype)
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():

@@ -72,14 +72,12 @@ def _rule(field: dataclasses.Field[Any]) -> Rule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommonOptions:
-    """Options of every baseline; fields that are not declared with a rule are true, false or
-    counts."""
+    """Options of every baseline; a field without a rule of its own is true, false or a count."""
 
     preset: str | None = text("a word")
     """Label of the settings in rows and figures; it changes nothing."""
     activation_checkpointing: bool = True
-    """Keep each decoder layer's input only and recompute the layer in the backward; false keeps all
-    activations."""
+    """Recompute each decoder layer in the backward, from its input; false keeps its activations."""
     keep_activations: int = at_least(AS_MANY_AS_FIT, 0)
     """Last decoder layers whose activations are kept all the same: their graphs are the first to be
     freed, before any layer is recomputed. -1 is as many as the plan has room for on the device.
@@ -90,8 +88,7 @@ class CommonOptions:
     """Run each decoder layer and the loss through torch.compile, as `baselines.loss` says."""
 
     def num_kept(self, num_layers: int) -> int:
-        """Layers of `num_layers` that are not recomputed; none while -1 stands for a number that is
-        still to be chosen."""
+        """Layers of `num_layers` that are not recomputed; 0 while -1 leaves the number open."""
         return max(0, self.keep_activations) if self.activation_checkpointing else num_layers
 
 

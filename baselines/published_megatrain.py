@@ -64,8 +64,7 @@ class _NoMask:
 
 
 class PublishedMegaTrain(Rival):
-    """The authors' CPUMasterModel with DeepSpeedCPUAdam, as a `TrainingSystem`; CUDA only, one
-    micro-batch a step."""
+    """The authors' CPUMasterModel with DeepSpeedCPUAdam; CUDA only, one micro-batch a step."""
 
     options_class = PublishedOptions
     options: PublishedOptions

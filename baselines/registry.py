@@ -46,8 +46,7 @@ def build(name: str, spec: SystemSpec) -> TrainingSystem:
 
 
 def require_known(name: str, implementation: Any) -> None:
-    """ValueError, in one line, unless `name` is registered here or `implementation` is a
-    MODULE:CLASS, and not both."""
+    """ValueError unless either `name` is registered or `implementation` is a MODULE:CLASS."""
     got = f"system.implementation: got {implementation!r}"
     if implementation is None:
         if name not in REGISTRY:

@@ -61,8 +61,7 @@ class Rival:
 
     @contextlib.contextmanager
     def _optimizing(self) -> Iterator[None]:
-        """Count the seconds of the block as the optimizer's and the step as taken, unless it
-        raises."""
+        """Time the block as the optimizer's and count a step, unless it raises."""
         started = time.perf_counter()
         yield
         self._optimizer_s += time.perf_counter() - started
@@ -87,8 +86,7 @@ class Rival:
 
 
 class TorchRival(Rival):
-    """A rival with an fp32 master and a torch AdamW at hand: what it trained, and its
-    checkpoints."""
+    """A rival with fp32 masters and a torch AdamW at hand: its parameters and checkpoints."""
 
     def _held(self) -> Iterator[tuple[str, torch.Tensor, Mapping[str, torch.Tensor]]]:
         """(name, fp32 master, AdamW's state of it, as plain tensors) of every parameter."""
@@ -122,8 +120,7 @@ class TorchRival(Rival):
 
 
 def _load_state(directory: Path, num_params: int) -> dict[str, Any]:
-    """`state.pt` of a checkpoint directory; ValueError where it is missing or is of another
-    model."""
+    """`state.pt` of a directory; ValueError where it is missing or is of another model."""
     path = Path(directory) / STATE
     if not path.is_file():
         raise ValueError(
@@ -161,8 +158,7 @@ def adamw_settings(recipe: Recipe) -> dict[str, Any]:
 def micro_batches(
     batch: Batch, device: torch.device
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """(tokens, labels, attention_mask or None) of each micro-batch on `device`, [micro_batch_size,
-    seq_len] each."""
+    """(tokens, labels, attention_mask or None) of each micro-batch: [micro_batch_size, seq_len]."""
     for index in range(batch.num_micro_batches):
         mask = None
         if batch.attention_mask is not None:

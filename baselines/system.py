@@ -37,8 +37,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sequences of one optimizer step: batch_size of them in num_micro_batches equal parts, seq_len
-    tokens each."""
+    """A step's sequences: batch_size, in num_micro_batches equal parts, of seq_len tokens."""
 
     batch_size: int
     seq_len: int
@@ -79,8 +78,7 @@ class SystemSpec:
     """Compute dtype: torch.bfloat16 (fp32 master beside it) or torch.float32."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     host_memory: int | None = None
-    """Bytes of host memory that the machine has, for a system that chooses what to put there; None
-    where unknown."""
+    """Bytes of host memory, for a system that chooses what to put there; None where unknown."""
     device_memory: int | None = None
     """Bytes of device memory to choose for; None is what the device has."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -104,8 +102,7 @@ class TrainingSystem(Protocol):
         """Dtypes of weights, master, moments and gradients, by these four names."""
 
     def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Allocate, and load the initial weights (an iterable that yields each named parameter
-        once)."""
+        """Allocate, and load the initial weights, each named parameter once."""
 
     def train_step(self, batch: Batch) -> torch.Tensor:
         """Enqueue one whole optimizer step; return the mean loss per label token, 0-dim fp32,
@@ -116,8 +113,7 @@ class TrainingSystem(Protocol):
         """
 
     def drain(self) -> None:
-        """Return when every stream, worker and pending update is finished; re-raise worker
-        errors."""
+        """Return when every stream, worker and pending update is finished; raise their errors."""
 
     def counters(self) -> dict[str, float]:
         """Totals since setup: h2d_bytes, d2h_bytes, recompute_flops, optimizer_s, optimizer_wait_s

@@ -24,8 +24,7 @@ from engine import Batch, Plan, dtype_name, pinned_rounding
 
 
 class MasterAdamW(torch.optim.Optimizer):
-    """torch's fused AdamW on fp32 copies of `params` (a list of tensors of one device), made when
-    first needed."""
+    """torch's fused AdamW on fp32 copies of `params`, which are made when first needed."""
 
     def __init__(self, params: Any, **settings: Any) -> None:
         super().__init__(params, settings)
@@ -36,8 +35,7 @@ class MasterAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def build(self) -> torch.optim.AdamW:
-        """The AdamW of the masters. Not in the constructor: torchao fills the weights there,
-        asynchronously."""
+        """The AdamW of the masters. In the constructor torchao is still filling the weights."""
         if self.inner is None:
             self.masters = [weight.detach().float() for weight in self.weights]
             self.inner = torch.optim.AdamW(self.masters, fused=True, **self.defaults)
@@ -45,8 +43,7 @@ class MasterAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update with the learning rate of the first group; the weights are the masters,
-        rounded."""
+        """One update with the first group's learning rate; the weights are the masters, rounded."""
         inner = self.build()
         inner.param_groups[0]["lr"] = self.param_groups[0]["lr"]
         for weight, master in zip(self.weights, self.masters, strict=True):
@@ -58,8 +55,7 @@ class MasterAdamW(torch.optim.Optimizer):
 
 
 class TorchaoOffload(TorchRival):
-    """torchao's CPUOffloadOptimizer as a `TrainingSystem`; CUDA only. Raises Unsupported where
-    torchao is missing."""
+    """torchao's CPUOffloadOptimizer; CUDA only. Raises Unsupported where torchao is missing."""
 
     options: CommonOptions
 
@@ -75,8 +71,7 @@ class TorchaoOffload(TorchRival):
         self._optimizer: Any = None
 
     def plan(self) -> Plan:
-        """Closed-form bytes. Pinned weights and gradients are a block for each parameter, rounded
-        up to powers of two."""
+        """Closed-form bytes. Pinned weights and gradients are a block for each parameter."""
         spec, count = self.spec, count_params(self.spec.model)
         total, itemsize = count.total, spec.dtype.itemsize
         mixed = itemsize < 4
@@ -126,8 +121,7 @@ class TorchaoOffload(TorchRival):
         self._flag = FiniteFlag(spec.device)
 
     def train_step(self, batch: Batch) -> torch.Tensor:
-        """One optimizer step; the loss is looked at while the backward runs, the gradients' norm is
-        not known."""
+        """One optimizer step. The loss is read during the backward; the norm stays unknown."""
         assert self._optimizer is not None, "setup comes first"
         total = torch.zeros((), dtype=torch.float32, device=self.spec.device)
         for tokens, labels, mask in micro_batches(batch, self.spec.device):
@@ -144,16 +138,14 @@ class TorchaoOffload(TorchRival):
         return total
 
     def _update(self) -> None:
-        """torchao's step: the gradients that it waits for, AdamW on the host, the weights' way
-        back."""
+        """torchao's step: it waits for gradients, runs AdamW on the host and sends weights."""
         with self._optimizing():
             for group in self._optimizer.param_groups:
                 group["lr"] = self.spec.recipe.lr_at(self._step)
             self._optimizer.step()
 
     def _owners(self) -> Iterator[tuple[str, torch.nn.Parameter, torch.Tensor, torch.optim.AdamW]]:
-        """(name, weight, fp32 master, the AdamW that owns it); torchao keeps the small parameters'
-        on the device."""
+        """(name, weight, fp32 master, its AdamW); torchao keeps small ones on the device."""
         small = self._optimizer.d_opt
         places = {} if small is None else {id(weight): i for i, weight in enumerate(small.weights)}
         for name, param in self._named:

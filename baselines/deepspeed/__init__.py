@@ -1,2 +1,1 @@
-"""The systems that DeepSpeed has: ZeRO-2 and ZeRO-3 with their optimizer offloaded, and what builds
-on these."""
+"""DeepSpeed's systems: ZeRO-2, ZeRO-3, and what builds on them, all with an offloaded optimizer."""

@@ -109,8 +109,7 @@ class DeepSpeed(Rival):
                 group["lr"] = lr
 
     def train_step(self, batch: Batch) -> torch.Tensor:
-        """One optimizer step. The loss is read before DeepSpeed's own step, which waits for the
-        device anyway."""
+        """One optimizer step; the loss is read before DeepSpeed's, which waits for the device."""
         engine = self._engine
         assert engine is not None, "setup comes first"
         total = torch.zeros((), dtype=torch.float32, device=self.spec.device)

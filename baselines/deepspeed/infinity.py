@@ -32,8 +32,7 @@ DISK_BYTES_PER_PARAM = 16
 PREFIX = "zero-infinity-"
 """How the folders' names begin (swap.py)."""
 ARCHITECTURE = re.compile(r"\d+\.\d+(\+PTX)?")
-"""What DeepSpeed's builder (0.19.8, op_builder/builder.py) can read of TORCH_CUDA_ARCH_LIST: not
-torch's 9.0a, nor its names."""
+"""What DeepSpeed's builder reads of TORCH_CUDA_ARCH_LIST: no 9.0a of torch's, and no names."""
 FULL_BYTES = 64 << 20
 """A disk with less than this free is what stopped a step."""
 
@@ -116,8 +115,7 @@ class ZeroInfinity(Zero3):
 
     @contextlib.contextmanager
     def _disk(self) -> Iterator[None]:
-        """Whatever fails while the disk is full failed because of it: DeepSpeed's IO says nothing
-        that could be understood."""
+        """An error while the disk is full is said to be that, as DeepSpeed's IO does not."""
         try:
             yield
         except (OSError, RuntimeError, AssertionError) as error:

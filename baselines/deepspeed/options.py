@@ -20,15 +20,13 @@ from baselines.rival import adamw_settings
 from baselines.system import SystemSpec
 
 ONE_LAYER = -1
-"""The value of `prefetch_bucket_size` that stands for the parameters of the largest decoder
-layer."""
+"""The value of `prefetch_bucket_size` that stands for the size of the largest decoder layer."""
 SMALLEST = 0.0
 """The value of `offload_ratio` that stands for the smallest that has room."""
 
 
 def accumulation_dtype(spec: SystemSpec) -> torch.dtype:
-    """One micro-batch has nothing to accumulate: its gradients stay in the compute dtype and save
-    memory."""
+    """One micro-batch accumulates nothing, so its gradients stay in the compute dtype."""
     return spec.dtype if spec.shape.num_micro_batches == 1 else torch.float32
 
 
@@ -37,8 +35,7 @@ class DeepSpeedOptions(CommonOptions):
     """Options of every stage."""
 
     pin_memory: bool = True
-    """Pin what is offloaded: copies beside the computation, for host memory rounded up to powers of
-    two. The CPU has none."""
+    """Pin what is offloaded: copies run beside the computation, in blocks of powers of two."""
     overlap_comm: bool = True
     """Copy gradients to the host beside the backward, through a second bucket."""
     reduce_bucket_size: int = 500_000_000
@@ -86,8 +83,7 @@ class DeepSpeedOptions(CommonOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Zero2Options(DeepSpeedOptions):
-    """Options of `Zero2`: none of ZeRO-3's own, for nothing is fetched and the CPU optimizer takes
-    all parameters at once."""
+    """Options of `Zero2`: nothing is fetched, and one update takes all parameters."""
 
     def zero_optimization(self, spec: SystemSpec) -> dict[str, Any]:
         """Stage 2."""
@@ -96,19 +92,16 @@ class Zero2Options(DeepSpeedOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZenFlowOptions(Zero2Options):
-    """Options of `ZenFlow`; shares and intervals are those of its authors' examples
-    (DeepSpeedExamples, DeepSpeed-ZenFlow)."""
+    """Options of `ZenFlow`; shares and intervals are those of its authors' DeepSpeedExamples."""
 
     topk_share: float = share(0.1, whole=False)
-    """Share of each matrix's columns, those with the largest gradients, that the device updates in
-    every step."""
+    """Share of each matrix's columns, by gradient, that the device updates in every step."""
     update_interval: int = 4
     """Steps whose gradients are gathered for one update of all the other columns, on the CPU."""
     select_interval: int = at_least(0, 0)
     """Steps between two choices of the columns; 0 chooses them once, in the first step."""
     cpu_share: float = share(0.5, whole=False)
-    """Share of the cores that the process of the CPU optimizer runs on; the training process keeps
-    the others."""
+    """Share of the cores that the CPU optimizer's process gets; training keeps the others."""
 
     def config(self, spec: SystemSpec) -> dict[str, Any]:
         """DeepSpeed's configuration with the settings that its second optimizer is made with."""
@@ -178,19 +171,16 @@ class Zero3Options(DeepSpeedOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SuperOffloadOptions(Zero3Options):
-    """Options of `SuperOffload`: sizes of its authors' examples (DeepSpeedExamples), the rest for a
-    GPU on PCIe."""
+    """Options of `SuperOffload`: its authors' sizes (DeepSpeedExamples), else for a GPU on PCIe."""
 
     overlap_comm: bool = False
     reduce_bucket_size: int = 400_000_000
     param_persistence_threshold: int = at_least(0, 1_000_000_000_000)
     sub_group_size: int = 400_000_000
     cpu_share: float = share(0.75, whole=False)
-    """Share of the cores that the process of the optimizer runs on; the training process keeps the
-    others."""
+    """Share of the cores that the optimizer's process gets; training keeps the others."""
     clip: bool = False
-    """Clip as the recipe asks, exactly: then no update starts before the backward is over. False
-    trains without clipping."""
+    """Clip as the recipe asks, so that no update starts before the backward ends; or never."""
 
     def zero_optimization(self, spec: SystemSpec) -> dict[str, Any]:
         """Stage 3 whose optimizer runs in a process of its own."""
@@ -211,8 +201,7 @@ class InfinityOptions(Zero3Options):
     nvme_path: str | None = text("the path of a folder")
     """Folder on a local disk that the optimizer state is written to: 16 bytes a parameter."""
     pipeline: bool = True
-    """Read the next sub-group and write the last beside the update of one; three are in memory
-    then."""
+    """Read and write other sub-groups beside the update of one; three are in memory then."""
     buffer_count: int = at_least(4, 12)
     """Pinned buffers of one sub-group's fp32 each: master, two moments and gradients take four, of
     every sub-group in memory."""

@@ -32,8 +32,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def require_deepspeed() -> None:
-    """Unsupported, in one line, where DeepSpeed is missing or too old or its CPU optimizer cannot
-    be built."""
+    """Unsupported, in one line, where DeepSpeed is missing or too old or cannot be built."""
     if importlib.util.find_spec("deepspeed") is None:
         raise Unsupported("deepspeed is not installed; pip install 'deepspeed>=0.19.8'")
     version = importlib.metadata.version("deepspeed")
@@ -108,16 +107,14 @@ def _as_stdin(file: IO[str]) -> Iterator[None]:
 
 
 def setup_phase() -> str:
-    """What setting up is, in words: building DeepSpeed's operators first where that has not been
-    done."""
+    """Setup in words: it says so where DeepSpeed's operators have to be built first."""
     cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache_directory() / "torch_extensions")
     built = any(cache.rglob("cpu_adam*.so"))
     return "setup" if built else "setup, building DeepSpeed's operators first (minutes, once)"
 
 
 def import_deepspeed(device: torch.device) -> Any:
-    """Import DeepSpeed quietly, for `device`, with a fixed cache for the operators that it
-    builds."""
+    """Import DeepSpeed quietly, for `device`; what it builds goes into a fixed cache."""
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache_directory() / "torch_extensions"))
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"

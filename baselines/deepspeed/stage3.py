@@ -23,8 +23,7 @@ from baselines.system import ModelSpec, SystemSpec
 
 
 def sub_groups(model: ModelSpec, sub_group_size: int) -> list[int]:
-    """Parameters of each of ZeRO-3's sub-groups, in order: one is closed when it has reached
-    `sub_group_size`."""
+    """Parameters of each of ZeRO-3's sub-groups; one is closed when it has `sub_group_size`."""
     sizes = footprint.parameter_sizes(model)
     groups = [0]
     for size in sizes:
@@ -35,20 +34,17 @@ def sub_groups(model: ModelSpec, sub_group_size: int) -> list[int]:
 
 
 def on_device(groups: Sequence[int], offload_ratio: float) -> list[int]:
-    """The sub-groups that are not offloaded: the first, in number and not in size (as stage3.py
-    counts them)."""
+    """The sub-groups that are not offloaded: the first ones, by number and not by size."""
     return list(groups[: int((1 - offload_ratio) * len(groups))])
 
 
 def state_on_device(groups: Sequence[int]) -> int:
-    """Device bytes of these sub-groups' master, moments and fp32 gradients, and of what its AdamW
-    takes at a time."""
+    """Device bytes of sub-groups: master, moments, fp32 gradients, temporaries of AdamW."""
     return 16 * sum(groups) + 4 * max(groups, default=0)
 
 
 def smallest_ratio(groups: Sequence[int], room: int) -> float:
-    """The ratio that leaves as many sub-groups on the device as have `room` (bytes), but not the
-    last."""
+    """The ratio that leaves as many sub-groups on the device as have `room`, but not the last."""
     counts = range(1, len(groups))
     kept = max((n for n in counts if state_on_device(groups[:n]) <= room), default=0)
     # Between two numbers of sub-groups, for `on_device` rounds down.
@@ -67,8 +63,7 @@ class Zero3(DeepSpeed):
             self.options = self._with_smallest_ratio()
 
     def _device_plan(self) -> dict[str, int]:
-        """An upper estimate: live weights, buckets, activations, state that is not offloaded, and
-        the peak of setting up."""
+        """An upper estimate: live weights, buckets, activations, optimizer state, setting up."""
         count, options = count_params(self.spec.model), self.options
         total, itemsize = count.total, self.spec.dtype.itemsize
         # Live weights: what stays, what is in use, what is kept for reuse, what is fetched ahead.
@@ -132,8 +127,7 @@ class Zero3(DeepSpeed):
         return blocks.num_bytes
 
     def _weight_blocks(self) -> footprint.PinnedBlocks:
-        """What is pinned when the offloaded weights are in their flat block: those that held them
-        one by one, too."""
+        """What is pinned once the offloaded weights are flat; the blocks of each are freed."""
         blocks, spec, options = footprint.PinnedBlocks(), self.spec, self.options
         sizes = footprint.parameter_sizes(spec.model) if options.offload_param else []
         weights = [spec.dtype.itemsize * size for size in sizes]

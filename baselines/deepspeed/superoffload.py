@@ -68,8 +68,7 @@ class SuperOffload(Zero3):
         return host
 
     def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Set up ZeRO-3 and start the optimizer's process. Unsupported where shared memory is too
-        small."""
+        """Set up ZeRO-3 and the optimizer's process. Unsupported without enough shared memory."""
         offloaded = count_params(self.spec.model).total - sum(self._groups_on_device())
         require_shared_memory(8 * offloaded, "SuperOffload")
         super().setup(weights)

@@ -74,8 +74,7 @@ class SwapFolder:
 
 @contextlib.contextmanager
 def left_behind(root: Path, prefix: str) -> Iterator[list[SwapFolder]]:
-    """The folders in `root` that dead processes left, held as long as this lasts, to be removed or
-    not."""
+    """The folders in `root` that dead processes left, held while the block lasts."""
     found = [one for path in sorted(root.glob(f"{prefix}*")) if (one := SwapFolder.taken(path))]
     try:
         yield found

@@ -111,8 +111,7 @@ class ZenFlow(Zero2):
         super().setup(weights)
 
     def _optimizer(self, deepspeed: Any) -> dict[str, Any]:
-        """DeepSpeed makes both optimizers from its configuration; the operator is built before,
-        where others wait for it."""
+        """DeepSpeed makes both optimizers by its configuration; this builds their operator."""
         from deepspeed.runtime.zenflow.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 
         ZenFlowZeroOptimizer._update_model_bit16_weights = _by_columns
@@ -134,8 +133,7 @@ class ZenFlow(Zero2):
         return loss.detach()
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, the weight as it is trained with), one at a time: the chosen columns have no fp32
-        master."""
+        """(name, trained weight), one at a time: the chosen columns have no fp32 master."""
         for name, param in self._named:
             yield name, param.detach().to("cpu", torch.float32, copy=True)
 
