@@ -96,9 +96,9 @@ def add(sources: Iterable[Path], results: Path = RESULTS) -> list[str]:
     _write_yaml(results / SHARED, dict(sorted(shared.items())))
     _write_yaml(results / MACHINES, machines(rows.every_row(results)))
     told = []
-    for name in sorted({*new, *again}):
-        twice = f", {again[name]} known" if again[name] else ""
-        told.append(f"{name}: {len(new[name])} new row{'s' * (len(new[name]) != 1)}{twice}")
+    for place in sorted({*new, *again}):
+        old = f", {again[place]} known" if again[place] else ""
+        told.append(f"{place}: {len(new[place])} new row{'s' * (len(new[place]) != 1)}{old}")
     return told
 
 

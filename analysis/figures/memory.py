@@ -58,7 +58,12 @@ def draw(lines: pd.DataFrame) -> Figure:
     labels = [label.replace(", ", ",\n", 1) for label in tables.labels(shown)]
     panels[0].set_yticks(places, labels)
     handles = [Patch(color=color, label=name) for name, (color, _) in KINDS.items()]
+    best, second = shown.iloc[-1], shown.iloc[-2 if len(shown) > 1 else -1]
+    told = [
+        f"{names.name(one)} {one['device_gb'] + one['host_gb']:.0f} GB" for one in (best, second)
+    ]
+    title = f"Device and host together: {told[0]}; {told[1]}"
     about = "device as planned, black: observed peak; host as observed"
     about = f"{names.setup(shown)}; {about}"
-    style.titled(figure, TITLE, about, legend=handles)
+    style.titled(figure, title, about, legend=handles)
     return figure

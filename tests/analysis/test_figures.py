@@ -2,6 +2,9 @@
 
 import io
 import itertools
+import re
+import textwrap
+from pathlib import Path
 
 import matplotlib as mpl
 import pytest
@@ -50,6 +53,16 @@ def test_no_words_overlap_or_leave_the_page(name: str) -> None:
     for (one, a), (other, b) in itertools.combinations(boxes, 2):
         width, height = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
         assert width < 2 or height < 2, (one, other)
+
+
+def test_the_figure_of_the_instructions_draws() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "adding.md").read_text()
+    block = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert block is not None
+    space: dict = {}
+    exec(textwrap.dedent("   " + block[1].lstrip()), space)
+    assert space["TITLE"]
+    assert style.drawn(lambda: space["draw"](LINES)).startswith(b"\x89PNG")
 
 
 def test_the_forest_has_a_mark_for_each_run_that_measured_both() -> None:
