@@ -36,7 +36,7 @@ test: $(INSTALLED) ## every test that needs no GPU
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
 
 quick: $(INSTALLED) ## the quick tests: those of rows, figures, pages, configuration and schedule
-	$(BIN)/python -m pytest -q -m "not gpu and not slow" -n 2 --dist loadfile tests/analysis tests/unit/test_house.py tests/unit/test_schedule.py tests/unit/test_sweeps_config.py tests/unit/test_optimizer.py
+	$(BIN)/python -m pytest -q -m "not gpu and not slow" -n 2 --dist loadfile tests/analysis tests/test_house.py tests/engine/test_schedule.py tests/sweeps/test_config.py tests/engine/test_optimizer.py
 
 mutants: $(INSTALLED) ## make wrong changes to copies of the engine, one at a time: each must fail some test (an hour)
 	$(BIN)/python -m tests.mutants --jobs 2

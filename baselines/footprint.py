@@ -2,8 +2,8 @@
 below, and pinned host blocks.
 
 Invariant: on the device an upper estimate, for phases are added that need not coincide; on the host
-what the systems allocate (tests/unit/test_host_plans.py holds both to rows of an H200); nothing
-here allocates.
+what the systems allocate (tests/baselines/test_host_plans.py holds both to rows of an H200);
+nothing here allocates.
 """
 
 from __future__ import annotations

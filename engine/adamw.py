@@ -1,9 +1,10 @@
-"""AdamW over a block in host memory, in one pass or with the moments later, and the exact global-norm clipping scale.
+"""AdamW over a block in host memory, in one pass or with the moments later, and the exact
+global-norm clipping scale.
 
-Formula: decoupled weight decay, Loshchilov & Hutter, arXiv 1711.05101, algorithm 2, with bias correction as
-in torch.optim.AdamW. Invariant: the native kernel (csrc/adamw.cpp) and the torch fallback give the same
-bits, the split master gives the same bits as an fp32 master, and `step` the same as `step_weights` followed by
-`step_moments`. A ctypes call releases the GIL.
+Formula: decoupled weight decay, Loshchilov & Hutter, arXiv 1711.05101, algorithm 2, with bias
+correction as in torch.optim.AdamW. Invariant: the native kernel (csrc/adamw.cpp) and the torch
+fallback give the same bits, the split master gives the same bits as an fp32 master, and `step` the
+same as `step_weights` followed by `step_moments`. A ctypes call releases the GIL.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class _Hyper(ctypes.Structure):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockState:
-    """One block's arrays, 1-D and equally long; `extra` is the int16 remainder, the fp32 master, or None: no other master."""
+    """One block's arrays, 1-D and equally long; `extra` is the int16 remainder, the fp32 master, or
+    None: no other master."""
 
     weight: torch.Tensor
     """bfloat16 or float32; without `extra` it is the master itself."""
@@ -64,7 +66,8 @@ def norm_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def clip_scale(norm: torch.Tensor, clip_norm: float) -> torch.Tensor:
-    """min(1, clip_norm / (norm + 1e-6)) in fp32, as torch.nn.utils.clip_grad_norm_; NaN for a norm that is not finite."""
+    """min(1, clip_norm / (norm + 1e-6)) in fp32, as torch.nn.utils.clip_grad_norm_; NaN for a norm
+    that is not finite."""
     return torch.clamp(clip_norm / (norm + 1e-6), max=1.0) + 0.0 * norm
 
 
@@ -72,13 +75,15 @@ class AdamW:
     """Applies one optimizer step to one block at a time."""
 
     def __init__(self, recipe: Recipe, *, num_threads: int, use_native: bool = True) -> None:
-        """use_native: false takes torch instead of the kernel, slower. Raises KernelError where there is no kernel."""
+        """use_native: false takes torch instead of the kernel, slower. Raises KernelError where
+        there is no kernel."""
         self.recipe = recipe
         self.num_threads = max(1, num_threads)
         self._native = native() if use_native else None
 
     def step(self, state: BlockState, gradient: torch.Tensor, *, step: int, scale: float) -> None:
-        """Update `state` in place. gradient: 1-D, bf16 or fp32 as the weight; step counts from 0; scale multiplies it."""
+        """Update `state` in place. gradient: 1-D, bf16 or fp32 as the weight; step counts from 0;
+        scale multiplies it."""
         self._run(
             f"adamw_{_master_of(state)}",
             state,
@@ -91,7 +96,8 @@ class AdamW:
     def step_weights(
         self, state: BlockState, gradient: torch.Tensor, *, step: int, scale: float
     ) -> None:
-        """The part of `step` that the next forward needs: master and weight. The moments stay as they are for `step_moments`."""
+        """The part of `step` that the next forward needs: master and weight. The moments stay as
+        they are for `step_moments`."""
         self._run(
             f"adamw_{_master_of(state)}_weights",
             state,
@@ -104,7 +110,8 @@ class AdamW:
     def step_moments(
         self, state: BlockState, gradient: torch.Tensor, *, step: int, scale: float
     ) -> None:
-        """The rest of `step`, with the same arguments; at any time before the block's next update."""
+        """The rest of `step`, with the same arguments; at any time before the block's next
+        update."""
         name = "adamw_moments_bf16" if gradient.dtype == torch.bfloat16 else "adamw_moments_fp32"
         self._run(name, state, gradient, self._hyper(step, scale), weights=False, moments=True)
 
@@ -139,13 +146,15 @@ class AdamW:
     ) -> None:
         """The same update where `state` lives on a device, without a host synchronisation.
 
-        hyper: `hyper_tensor` of the step, there; scale: fp32, 0-dim, there, and NaN where no step must be taken.
+        hyper: `hyper_tensor` of the step, there; scale: fp32, 0-dim, there, and NaN where no step
+        must be taken.
         """
         update = _compiled_update() if gradient.device.type == "cuda" else _device_update
         update(state.weight, state.extra, state.exp_avg, state.exp_avg_sq, gradient, hyper, scale)
 
     def hyper_tensor(self, step: int) -> torch.Tensor:
-        """The step's constants as an fp32 host tensor, in the order of struct Hyper without its scale."""
+        """The step's constants as an fp32 host tensor, in the order of struct Hyper without its
+        scale."""
         hyper = self._hyper(step, 1.0)
         return torch.tensor([getattr(hyper, name) for name in HYPER[:-1]], dtype=torch.float32)
 
@@ -182,7 +191,8 @@ def _torch_step(
         if weights:
             extra = None if state.extra is None else state.extra[part]
             p = read_master(state.weight[part], extra) * h.decay
-            # Through float64, which rounds to the IEEE fp32 root: torch's own fp32 root may be one ulp off.
+            # Through float64, which rounds to the IEEE fp32 root: torch's own fp32 root may be one
+            # ulp off.
             root = v1.double().sqrt().float()
             write_master(
                 p - h.step_size * (m1 / (root * h.root_bias2 + h.eps)), state.weight[part], extra
@@ -231,8 +241,8 @@ def read_master(weight: torch.Tensor, extra: torch.Tensor | None) -> torch.Tenso
 
 
 def write_master(master: torch.Tensor, weight: torch.Tensor, extra: torch.Tensor | None) -> None:
-    """Store an fp32 master; the bf16 weight is it rounded to nearest (ties away from zero, or to even without `extra`), as in
-    csrc/adamw.cpp."""
+    """Store an fp32 master; the bf16 weight is it rounded to nearest (ties away from zero, or to
+    even without `extra`), as in csrc/adamw.cpp."""
     if extra is None:
         weight.copy_(master)
         return

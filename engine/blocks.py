@@ -95,8 +95,8 @@ class Blocks:
 
     @property
     def two_passes(self) -> bool:
-        """Whether moments are updated later: where updates wait for clipping and gradients can stay in
-        their slabs."""
+        """Whether moments are updated later: where updates wait for clipping and gradients can stay
+        in their slabs."""
         return self.late_moments and self.clip and self.optimizer_overlap and not self.pooled
 
     @property
@@ -122,8 +122,8 @@ class Blocks:
         return [layer for layer in self.layers if self.fate(layer) is Fate.OFFLOADED]
 
     def letter(self, block: int) -> str:
-        """Where the block lives, in a drawing: on the device D, else a dot; with its activations kept
-        B or K, offloaded P or O."""
+        """Where the block lives, in a drawing: on the device D, else a dot; with its activations
+        kept B or K, offloaded P or O."""
         fate = self.fate(block) if block in self.layers else Fate.RECOMPUTED
         here = {Fate.RECOMPUTED: "D", Fate.KEPT: "B", Fate.OFFLOADED: "P"}
         there = {Fate.RECOMPUTED: "·", Fate.KEPT: "K", Fate.OFFLOADED: "O"}
@@ -134,11 +134,13 @@ class Blocks:
         return self.pooled and block in self.layers
 
     def owns_weights(self, block: int) -> bool:
-        """Whether the block has device memory of its own for weights, or passes through the slots."""
+        """Whether the block has device memory of its own for weights, or passes through the
+        slots."""
         return self.owns_gradients(block) or self.fate(block) is Fate.KEPT
 
     def owns_gradients(self, block: int) -> bool:
-        """Whether the block has device memory of its own for gradients, or passes through the slabs."""
+        """Whether the block has device memory of its own for gradients, or passes through the
+        slabs."""
         return block not in self.layers or self.on_device(block)
 
     def drops(self) -> dict[int, int]:

@@ -36,8 +36,8 @@ class EngineConfig:
     """The engine's own knobs, the `system` config group."""
 
     depth: int = 2
-    """Device slots for layer weights and slabs for layer gradients: 1 serial, 2 double-buffered, more
-    to ride out jitter."""
+    """Device slots for layer weights and slabs for layer gradients: 1 serial, 2 double-buffered,
+    more to ride out jitter."""
     streams: int = 3
     """CUDA streams: 1 all work in order, 2 compute and copies, 3 compute, loads and stores (and
     fetched activations)."""
@@ -47,8 +47,8 @@ class EngineConfig:
     gradient_slabs: int = 0
     """Pinned host gradient slabs that the layers share; 0 gives every layer its own."""
     device_optimizer: int = 0
-    """First blocks (embedding, then layers) whose weights and optimizer state stay on the device; -1:
-    the planner chooses."""
+    """First blocks (embedding, then layers) whose weights and optimizer state stay on the device;
+    -1: the planner chooses."""
     keep_activations: int = 0
     """Last layers whose activations stay on the device instead of being recomputed; -1: the planner
     chooses."""
@@ -60,8 +60,8 @@ class EngineConfig:
     between steps, serially."""
     late_moments: bool = True
     """Update the weights alone before the next forward and the moments beside it and its backward:
-    the same bits. Only where updates overlap, gradients are clipped and every layer has its own slab;
-    elsewhere one pass does both."""
+    the same bits. Only where updates overlap, gradients are clipped and every layer has its own
+    slab; elsewhere one pass does both."""
     compile: bool = False
     """Compile each layer configuration, and the loss, once with torch.compile."""
     loss_chunk: int = 4096
@@ -76,8 +76,8 @@ class EngineConfig:
     """Host memory that copies touch: exact (one pinned arena), torch (pinned by torch, rounded up),
     none (pageable). CUDA only."""
     num_threads: int = 0
-    """CPU threads of the optimizer, at most 4096; 0 takes all cores but two beside a GPU, all of them
-    on the CPU."""
+    """CPU threads of the optimizer, at most 4096; 0 takes all cores but two beside a GPU, all of
+    them on the CPU."""
     torch_adamw: bool = False
     """Run AdamW through torch, for a machine without a C++ compiler: the same bits, several times
     slower."""

@@ -1,8 +1,9 @@
-"""All device memory that outlives one operation: homes of blocks, weight slots, gradient slabs, sums.
+"""All device memory that outlives one operation: homes of blocks, weight slots, gradient slabs,
+sums.
 
 Invariant: all of it is allocated once, before the first step; what a plan counts as weights and
-gradients is this. A block's parameters and gradients are views of it, so that one DMA moves them and
-no copy binds them.
+gradients is this. A block's parameters and gradients are views of it, so that one DMA moves them
+and no copy binds them.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class DeviceMemory:
         return self._homes[op.block] if op.slot < 0 else self.slots[op.slot]
 
     def weights(self, op: Op) -> Mapping[str, torch.Tensor]:
-        """The block's parameters, differentiable views of `home`, made once per place and layout."""
+        """The block's parameters, differentiable views of `home`, made once per place and
+        layout."""
         if op.slot < 0:
             return self._own_weights[op.block]
         key = (op.slot, self.layout(op))
@@ -109,8 +111,8 @@ class Gradients:
     """
 
     def __init__(self, layout: Layout, slab: torch.Tensor, wide: torch.Tensor | None) -> None:
-        """slab: 1-D, at least layout.numel elements. wide: fp32 scratch of that length, where several
-        contributions come."""
+        """slab: 1-D, at least layout.numel elements. wide: fp32 scratch of that length, where
+        several contributions come."""
         self._layout = layout
         self._slab = slab[: layout.numel]
         self._slabs = list(layout.views(slab).values())

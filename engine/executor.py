@@ -1,4 +1,5 @@
-"""Runs a step: hands the work of each operation to its lane. The step alone says what waits for what.
+"""Runs a step: hands the work of each operation to its lane. The step alone says what waits for
+what.
 
 Invariant: an operation's work reads and writes only what the step declares for it, plus values that
 live on the compute lane from one computation to the next (hidden states, checkpoints, sums of
@@ -89,10 +90,11 @@ class Executor:
         self._late: dict[int, tuple[int, float]] = {}
         """Block whose moments wait -> (step, scale) of its update."""
         self._trained: dict[int, tuple[bool, ...]] = {}
-        """Block -> which of its parameters get a gradient; torch's optimizers leave the others alone."""
+        """Block -> which of its parameters get a gradient; torch's optimizers leave the others
+        alone."""
         self._parts: dict[int, list[tuple[BlockState, slice]]] = {}
-        """Block -> what an update takes: its state in stretches, one where all is trained, and where
-        each lies."""
+        """Block -> what an update takes: its state in stretches, one where all is trained, and
+        where each lies."""
         self._hyper = torch.empty(0)  # of the step, for updates on the device; _decide makes it
         self.handlers: dict[Kind, Handler] = {
             Kind.LOAD: self._load,
@@ -356,7 +358,8 @@ class Executor:
             )
         raise NonFiniteLossError(
             f"step {s.index}: loss {loss}; no optimizer step was taken this time, but "
-            "recipe.clip_norm=0 looks at no gradient: an earlier step may have applied one that was "
+            "recipe.clip_norm=0 looks at no gradient: an earlier step may have applied one that "
+            "was "
             "not finite; resume a checkpoint, or set recipe.clip_norm"
         )
 

@@ -36,7 +36,8 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class KernelError(RuntimeError):
-    """There is no kernel and none can be built; the message says why and what to do, in one line."""
+    """There is no kernel and none can be built; the message says why and what to do, in one
+    line."""
 
 
 def cache_directory() -> Path:
@@ -54,7 +55,8 @@ def cache_directory() -> Path:
     found = Path(tempfile.gettempdir()) / f"{NAME}-{os.geteuid()}"
     if not _is_private(found):
         raise ValueError(
-            f"XDG_CACHE_HOME: got {wanted.parent} and then {found.parent}, allowed a folder that you can write "
+            f"XDG_CACHE_HOME: got {wanted.parent} and then {found.parent}, allowed a folder that "
+            "you can write "
             f"and where {NAME} is yours alone; name one"
         )
     _tell(wanted, found)
@@ -70,7 +72,8 @@ def _tell(wanted: Path, found: Path) -> None:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether this user owns the folder, made here if need be, and no other can write or replace it."""
+    """Whether this user owns the folder, made here if need be, and no other can write or replace
+    it."""
     try:
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -108,13 +111,15 @@ def native() -> ctypes.CDLL:
         ) from None
     except OSError as error:
         raise KernelError(
-            f"AdamW's kernel could not be kept or loaded ({error}); set XDG_CACHE_HOME to a folder of yours on a local disk"
+            f"AdamW's kernel could not be kept or loaded ({error}); set XDG_CACHE_HOME to a folder "
+            "of yours on a local disk"
         ) from error
 
 
 def _error(compiler: str, why: str) -> KernelError:
     return KernelError(
-        f"CXX: got {compiler or 'nothing'} ({why}), allowed a C++ compiler with OpenMP, which AdamW is built with; install g++, "
+        f"CXX: got {compiler or 'nothing'} ({why}), allowed a C++ compiler with OpenMP, which "
+        "AdamW is built with; install g++, "
         "or set system.torch_adamw=true (the same bits, several times slower)"
     )
 

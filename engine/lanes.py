@@ -1,7 +1,7 @@
 """Lanes of work with explicit waits: CUDA streams and a CPU worker, or their serial stand-in.
 
-Invariant: work submitted to one lane runs in order; between lanes nothing is ordered but by a wait on
-a ticket. Recorded intervals of device and host share one origin, a moment at which nothing runs.
+Invariant: work submitted to one lane runs in order; between lanes nothing is ordered but by a wait
+on a ticket. Recorded intervals of device and host share one origin, a moment at which nothing runs.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class CudaLanes:
         self._worker.start()
 
     def _stream(self, lane: str) -> torch.cuda.Stream:
-        """Compute shares the current stream, so that what callers enqueue there is ordered with it."""
+        """Compute shares the current stream, so that what callers enqueue there is ordered with
+        it."""
         if lane == COMPUTE:
             return torch.cuda.current_stream(self.device)
         return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -154,8 +155,8 @@ class CudaLanes:
             raise error
 
     def close(self) -> None:
-        """End the worker thread, then wait for every stream: after an exception copies may still touch
-        the host arena."""
+        """End the worker thread, then wait for every stream: after an exception copies may still
+        touch the host arena."""
         if self._worker is not None:
             self._queue.put(None)
             self._worker.join()

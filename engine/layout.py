@@ -1,9 +1,10 @@
-"""Where each parameter of a block lies: name -> element offset and shape. The only owner of offsets.
+"""Where each parameter of a block lies: name -> element offset and shape. The only owner of
+offsets.
 
-A block is what one DMA moves: a decoder layer's parameters, or those before (embed) or after (head) the
-layers. Invariant: the same element offsets index every array that mirrors the block (weights, remainder,
-moments, gradients), parameters never overlap, and a block's length is a multiple of 4 KiB in the
-narrowest dtype, so that blocks laid end to end stay page-aligned.
+A block is what one DMA moves: a decoder layer's parameters, or those before (embed) or after (head)
+the layers. Invariant: the same element offsets index every array that mirrors the block (weights,
+remainder, moments, gradients), parameters never overlap, and a block's length is a multiple of 4
+KiB in the narrowest dtype, so that blocks laid end to end stay page-aligned.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 PARAMETER_ALIGNMENT = 64
-"""Elements; 128 bytes of bfloat16, one cache line pair, what matrix kernels want of a weight's address."""
+"""Elements; 128 bytes of bfloat16, one cache line pair, what matrix kernels want of a weight's
+address."""
 BLOCK_ALIGNMENT = 2048
 """Elements; one 4 KiB page of bfloat16."""
 
@@ -62,7 +64,8 @@ class Layout:
         )
 
     def stretches(self, chosen: Sequence[bool]) -> list[slice]:
-        """The elements of the `chosen` fields and of the gaps behind them, in as few slices as there can be."""
+        """The elements of the `chosen` fields and of the gaps behind them, in as few slices as
+        there can be."""
         found: list[slice] = []
         ends = [*(f.offset for f in self.fields), self.numel][1:]
         for f, end, wanted in zip(self.fields, ends, chosen, strict=True):
@@ -73,7 +76,8 @@ class Layout:
         return found
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Each parameter as a view of `flat`, a 1-D tensor of at least `numel` elements of any dtype."""
+        """Each parameter as a view of `flat`, a 1-D tensor of at least `numel` elements of any
+        dtype."""
         return {f.name: flat[f.offset : f.offset + f.numel].view(f.shape) for f in self.fields}
 
     def items(self, flat: torch.Tensor) -> Iterator[tuple[Field, torch.Tensor]]:
@@ -82,7 +86,8 @@ class Layout:
 
 
 def pack(shapes: Iterable[tuple[str, torch.Size]], frozen: Container[str] = ()) -> Layout:
-    """Lay parameters out one after another in the order given. frozen: names of those that are not trained."""
+    """Lay parameters out one after another in the order given. frozen: names of those that are not
+    trained."""
     fields, end = [], 0
     for name, shape in shapes:
         fields.append(Field(name=name, offset=end, shape=shape, frozen=name in frozen))

@@ -23,8 +23,8 @@ def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 @dataclass(kw_only=True, eq=False)
 class Marks:
-    """Begin and end of operations since it was made: events on device lanes, the host's clock on the
-    CPU lane."""
+    """Begin and end of operations since it was made: events on device lanes, the host's clock on
+    the CPU lane."""
 
     origin: torch.cuda.Event
     started_s: float

@@ -96,8 +96,8 @@ class MegaTrain(Trainer):
         )
 
     def counters(self) -> dict[str, float]:
-        """Totals since setup: bytes moved each way, recomputed FLOPs, seconds the optimizer ran and was
-        waited for."""
+        """Totals since setup: bytes moved each way, recomputed FLOPs, seconds the optimizer ran and
+        was waited for."""
         return self.executor.counters | {"optimizer_wait_s": self.executor.lanes.waited_s}
 
     @property
@@ -150,8 +150,8 @@ class MegaTrain(Trainer):
         """Continue, after setup, from a checkpoint that `save` wrote; one whose files were changed
         changes nothing here.
 
-        Raises ValueError where it does not fit. Warns where its recipe is another: this engine's own
-        is what goes on.
+        Raises ValueError where it does not fit. Warns where its recipe is another: this engine's
+        own is what goes on.
         """
         self._settle()
         self._next_step = saving.resume(self.store, directory, self.recipe)
@@ -162,8 +162,8 @@ class MegaTrain(Trainer):
         self.executor.finish_moments()
 
     def record(self, batches: Sequence[Batch]) -> Timeline:
-        """Train on `batches`, two or more, and return the last whole step as it ran. Timing marks slow
-        it a little."""
+        """Train on `batches`, two or more, and return the last whole step as it ran. Timing marks
+        slow it a little."""
         self.drain()
         self.executor.lanes.start_recording()
         for batch in batches:
@@ -172,8 +172,8 @@ class MegaTrain(Trainer):
         return last_step(self.executor.lanes.recorded())
 
     def predict(self) -> Timeline:
-        """One steady step as the schedule and the machine's rates (`rates`) have it; allocates nothing
-        that stays."""
+        """One steady step as the schedule and the machine's rates (`rates`) have it; allocates
+        nothing that stays."""
         return self._planner.predict(self.blocks)
 
     def predict_window(self, num_steps: int) -> float:

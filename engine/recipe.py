@@ -16,12 +16,14 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 
 class NonFiniteLossError(RuntimeError):
-    """The loss, or the global gradient norm where a system looks at it, was NaN or infinite; the message says what the step did."""
+    """The loss, or the global gradient norm where a system looks at it, was NaN or infinite; the
+    message says what the step did."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """AdamW with decoupled weight decay (Loshchilov & Hutter, arXiv 1711.05101), one group for all parameters."""
+    """AdamW with decoupled weight decay (Loshchilov & Hutter, arXiv 1711.05101), one group for all
+    parameters."""
 
     lr: float = 1e-5
     """Peak learning rate."""
@@ -46,7 +48,8 @@ class Recipe:
         for name in ("warmup_steps", "total_steps"):
             if type(getattr(self, name)) is not int:
                 raise ValueError(
-                    f"recipe.{name}: got {getattr(self, name)!r}, allowed an integer >= 0; give a number of steps"
+                    f"recipe.{name}: got {getattr(self, name)!r}, allowed an integer >= 0; give a "
+                    "number of steps"
                 )
         for name in ("lr", "eps"):
             if not getattr(self, name) > 0:
@@ -61,15 +64,18 @@ class Recipe:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(
-                    f"recipe.{name}: got {getattr(self, name)}, allowed 0 <= beta < 1; 0.9 and 0.999 are usual"
+                    f"recipe.{name}: got {getattr(self, name)}, allowed 0 <= beta < 1; 0.9 and "
+                    "0.999 are usual"
                 )
         if self.schedule not in SCHEDULES:
             raise ValueError(
-                f"recipe.schedule: got {self.schedule!r}, allowed {', '.join(SCHEDULES)}; choose one of these"
+                f"recipe.schedule: got {self.schedule!r}, allowed {', '.join(SCHEDULES)}; choose "
+                "one of these"
             )
         if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
             raise ValueError(
-                f"recipe.total_steps: got {self.total_steps}, allowed > recipe.warmup_steps ({self.warmup_steps}) "
+                f"recipe.total_steps: got {self.total_steps}, allowed > recipe.warmup_steps "
+                f"({self.warmup_steps}) "
                 f"with schedule {self.schedule}; set it to the number of steps of the run"
             )
 
@@ -89,11 +95,11 @@ class Recipe:
 class Batch:
     """The token batch of one optimizer step, on the host.
 
-    tokens and labels are int64 of shape [num_micro_batches, micro_batch_size, seq_len]. Labels are already
-    shifted: labels[m, b, t] is the token that follows tokens[m, b, t], or -100 where no loss is taken.
-    attention_mask is None, or int64 of the same shape with 1 on real tokens and 0 on padding.
-    The loss of a step is the sum of all label tokens' losses over `num_tokens`, whatever the number of
-    micro-batches, so accumulation does not change the maths.
+    tokens and labels are int64 of shape [num_micro_batches, micro_batch_size, seq_len]. Labels are
+    already shifted: labels[m, b, t] is the token that follows tokens[m, b, t], or -100 where no
+    loss is taken. attention_mask is None, or int64 of the same shape with 1 on real tokens and 0 on
+    padding. The loss of a step is the sum of all label tokens' losses over `num_tokens`, whatever
+    the number of micro-batches, so accumulation does not change the maths.
     """
 
     tokens: torch.Tensor

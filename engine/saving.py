@@ -1,8 +1,9 @@
-"""Save and resume. Invariants: a checkpoint directory appears whole or not at all, what is in it is looked at before the
-first byte of the store changes, and resuming is bit-identical.
+"""Save and resume. Invariants: a checkpoint directory appears whole or not at all, what is in it is
+looked at before the first byte of the store changes, and resuming is bit-identical.
 
-One file a block with its weight, remainder or master, and moments; state.json with what must match and the size and SHA-256 of
-every file; COMMIT, written last, with the SHA-256 of state.json. All are on the disk before the directory has its name.
+One file a block with its weight, remainder or master, and moments; state.json with what must match
+and the size and SHA-256 of every file; COMMIT, written last, with the SHA-256 of state.json. All
+are on the disk before the directory has its name.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ def describe(store: Store) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def whole_directory(directory: Path) -> Iterator[Path]:
-    """A directory to write in: it is called `directory` when the block ends well, and is gone when it does not.
+    """A directory to write in: it is called `directory` when the block ends well, and is gone when
+    it does not.
 
     ValueError where `directory` exists.
     """
@@ -123,8 +125,9 @@ def _write(store: Store, whole: Path, step: int, recipe: Recipe) -> None:
 def resume(store: Store, directory: Path, recipe: Recipe) -> int:
     """Load `directory` into the store; the optimizer steps taken so far.
 
-    ValueError, and a store as it was, where the checkpoint does not fit or a file is not the one that `save` wrote.
-    Warns where the checkpoint was trained with another recipe: this run goes on with its own.
+    ValueError, and a store as it was, where the checkpoint does not fit or a file is not the one
+    that `save` wrote. Warns where the checkpoint was trained with another recipe: this run goes on
+    with its own.
     """
     directory = Path(directory)
     found, wanted = _description(directory), describe(store)
@@ -134,7 +137,8 @@ def resume(store: Store, directory: Path, recipe: Recipe) -> int:
         if found.get(key) != expected:
             got = "other parameters" if key == "blocks" else repr(found.get(key))
             raise ValueError(
-                f"resume: {directory} has {key} {got}, allowed what this run has; use the checkpoint's own config"
+                f"resume: {directory} has {key} {got}, allowed what this run has; use the "
+                "checkpoint's own config"
             )
     for block in range(len(store.states)):
         _check_file(
@@ -160,16 +164,19 @@ def _check_file(path: Path, expected: Any) -> None:
     if not isinstance(expected, dict) or size != expected.get("bytes"):
         allowed = expected.get("bytes") if isinstance(expected, dict) else "none in"
         raise ValueError(
-            f"resume: {path} has {size} bytes, allowed {allowed} by {STATE}; copy the checkpoint whole"
+            f"resume: {path} has {size} bytes, allowed {allowed} by {STATE}; copy the checkpoint "
+            "whole"
         )
     if _digest(path) != expected.get("sha256"):
         raise ValueError(
-            f"resume: {path} has other bytes than {STATE} says; copy the checkpoint whole or take another"
+            f"resume: {path} has other bytes than {STATE} says; copy the checkpoint whole or take "
+            "another"
         )
 
 
 def _blocks(store: Store, directory: Path) -> Iterator[tuple[BlockState, dict[str, torch.Tensor]]]:
-    """(state, what its file has for it) of every block; ValueError where these differ in more than their numbers."""
+    """(state, what its file has for it) of every block; ValueError where these differ in more than
+    their numbers."""
     for block, state in enumerate(store.states):
         path = _file(directory, block)
         try:
@@ -181,7 +188,8 @@ def _blocks(store: Store, directory: Path) -> Iterator[tuple[BlockState, dict[st
             ) from None
         if got != (block, _shapes(_tensors(state))):
             raise ValueError(
-                f"resume: {path} has block {got[0]} with {got[1]}, allowed block {block} of this model; take another"
+                f"resume: {path} has block {got[0]} with {got[1]}, allowed block {block} of this "
+                "model; take another"
             )
         yield state, found["tensors"]
 
@@ -204,7 +212,8 @@ def _warn_of_another_recipe(directory: Path, theirs: dict[str, Any], recipe: Rec
     ]
     if other:
         warnings.warn(
-            f"resume: {directory} was trained with {'; '.join(other)}; this run goes on with its own",
+            f"resume: {directory} was trained with {'; '.join(other)}; this run goes on with its "
+            "own",
             stacklevel=4,
         )
 
@@ -228,17 +237,20 @@ def _sync(path: Path) -> None:
 
 
 def _description(directory: Path) -> dict[str, Any]:
-    """What state.json says; ValueError where it is not there, not what `save` wrote or not committed."""
+    """What state.json says; ValueError where it is not there, not what `save` wrote or not
+    committed."""
     found = None
     with contextlib.suppress(OSError, ValueError):
         found = json.loads((directory / STATE).read_text())
     if not isinstance(found, dict) or type(found.get("step")) is not int:
         raise ValueError(
-            f"resume: {directory} is no checkpoint, allowed a directory that save() wrote; check the path"
+            f"resume: {directory} is no checkpoint, allowed a directory that save() wrote; check "
+            "the path"
         )
     if found.get("format") == FORMAT and not _is_committed(directory):
         raise ValueError(
-            f"resume: {directory / COMMIT} is not that of {STATE}; copy the checkpoint whole or take another"
+            f"resume: {directory / COMMIT} is not that of {STATE}; copy the checkpoint whole or "
+            "take another"
         )
     return found
 

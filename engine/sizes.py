@@ -34,7 +34,8 @@ def pinned_rounding(num_bytes: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Predicted peak bytes: `device` and `host` map a kind (weights, master, moments, ...) to bytes."""
+    """Predicted peak bytes: `device` and `host` map a kind (weights, master, moments, ...) to
+    bytes."""
 
     device: Mapping[str, int]
     host: Mapping[str, int]
@@ -65,8 +66,8 @@ class Widths:
 
     @classmethod
     def of(cls, config: Any) -> Widths:
-        """From a transformers config: of its text model where there are several, of the widest layer
-        where layers differ."""
+        """From a transformers config: of its text model where there are several, of the widest
+        layer where layers differ."""
         if hasattr(config, "text_config"):
             config = config.get_text_config(decoder=True)
         if not getattr(config, "is_heterogeneous", False):
@@ -146,7 +147,8 @@ class Work:
         return self.tokens * self.widths.hidden * self.itemsize
 
     def layer_bytes(self, *, backward: bool) -> int:
-        """Bytes of one layer's graph for one micro-batch, as `layer_activation_bytes` counts them."""
+        """Bytes of one layer's graph for one micro-batch, as `layer_activation_bytes` counts
+        them."""
         return layer_activation_bytes(
             self.widths,
             self.tokens,
@@ -213,7 +215,8 @@ class StoreSpec:
         )
 
     def buffers(self) -> list[int]:
-        """Bytes of each piece that a DMA touches: weights by block, gradient and activation slabs."""
+        """Bytes of each piece that a DMA touches: weights by block, gradient and activation
+        slabs."""
         numels = (*self.hosted_numels, *self.slabs.values())
         return [numel * self.dtype.itemsize for numel in numels] + list(self.activations.values())
 
@@ -275,12 +278,12 @@ def layer_activation_bytes(
     temporaries of its backward.
 
     Counted for a pre-norm layer with rotary attention through a fused kernel and a dense gated MLP.
-    Eager: each norm keeps an fp32 copy of its input, the normalised and the scaled values; attention
-    its queries, keys, values and output; the MLP gate, activation, up and product; the backward two
-    MLP-wide temporaries. Compiled (layers/template.py): gate and up, queries, keys, values,
-    attention's output and what is added to the residual; the backward rebuilds the rest, four
-    MLP-wide temporaries. Within 1% of the allocator's peaks with layers of the 3B, 7B and 14B shapes
-    at 32,768 tokens.
+    Eager: each norm keeps an fp32 copy of its input, the normalised and the scaled values;
+    attention its queries, keys, values and output; the MLP gate, activation, up and product; the
+    backward two MLP-wide temporaries. Compiled (layers/template.py): gate and up, queries, keys,
+    values, attention's output and what is added to the residual; the backward rebuilds the rest,
+    four MLP-wide temporaries. Within 1% of the allocator's peaks with layers of the 3B, 7B and 14B
+    shapes at 32,768 tokens.
 
     mlp_chunk: tokens that the MLP takes at a time (layers/chunked.py), 0 all. Where it is fewer the
     layer is eager but for the MLP, of which nothing is kept. Its backward holds a chunk's MLP-wide

@@ -2,8 +2,8 @@
 
 `Step.operations` writes it down. Every operation says what it reads and what it writes, and
 `engine.waits` derives from that what it waits for on other lanes. Invariant: no wait is missing and
-none is redundant; tests prove both by a happens-before check of their own. Pure Python: `Blocks` in,
-operations out.
+none is redundant; tests prove both by a happens-before check of their own. Pure Python: `Blocks`
+in, operations out.
 
     python -m engine 3 2 3 1     # layers, depth, streams, checkpoint interval: draw the step
 """
@@ -25,7 +25,8 @@ LANES = {
     2: {COMPUTE: COMPUTE, H2D: "copy", D2H: "copy", FETCH: "copy", CPU: CPU},
     3: {COMPUTE: COMPUTE, H2D: H2D, D2H: D2H, FETCH: FETCH, CPU: CPU},
 }
-"""Number of CUDA streams -> the lane that each kind of work runs on; the CPU worker is always its own."""
+"""Number of CUDA streams -> the lane that each kind of work runs on; the CPU worker is always its
+own."""
 
 
 class Kind(Enum):
@@ -127,9 +128,9 @@ class Step:
         backwards = [v for v in self.visits if v.kind is Kind.BACKWARD]
         self.to_fetch = [v.block for v in backwards if v.fate is Fate.OFFLOADED]
         """Layers whose activations are on the host when the backward begins, in its order."""
-        # On a lane shared with stores, loads must be issued a whole buffer ahead, or each would queue
-        # behind a store. Elsewhere one visit ahead is enough, and it keeps the issuing thread from
-        # waiting for an update too early.
+        # On a lane shared with stores, loads must be issued a whole buffer ahead, or each would
+        # queue behind a store. Elsewhere one visit ahead is enough, and it keeps the issuing thread
+        # from waiting for an update too early.
         self.ahead = max(1, blocks.depth - 1) if blocks.streams == 2 else 1
 
     def operations(self) -> Iterator[Op]:
@@ -195,7 +196,8 @@ class Step:
             yield from self._load(visit)
 
     def load_ahead(self, visit: Visit) -> Iterator[Op]:
-        """The weights of the visit that is `ahead` of this one; after the first, of all up to it."""
+        """The weights of the visit that is `ahead` of this one; after the first, of all up to
+        it."""
         start = 1 if visit.number == 0 else visit.number + self.ahead
         for coming in self.visits[start : visit.number + self.ahead + 1]:
             yield from self._load(coming)

@@ -1,10 +1,10 @@
-"""The store: the only owner of parameters, optimizer state and gradients, on the host but for blocks
-placed on the device.
+"""The store: the only owner of parameters, optimizer state and gradients, on the host but for
+blocks placed on the device.
 
-Two kinds of memory, allocated once: pinned (all that a DMA touches: weights, gradient and activation
-slabs; one arena of exact size unless `system.pinned` says otherwise) and pageable (all that only the
-CPU touches: master or remainder, moments, parked gradients). Invariant: nothing is allocated or
-pinned after setup, and every byte is in `host_bytes`.
+Two kinds of memory, allocated once: pinned (all that a DMA touches: weights, gradient and
+activation slabs; one arena of exact size unless `system.pinned` says otherwise) and pageable (all
+that only the CPU touches: master or remainder, moments, parked gradients). Invariant: nothing is
+allocated or pinned after setup, and every byte is in `host_bytes`.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def _cudart() -> Any:
 
 
 class _Arena:
-    """Zeroed bytes in pieces of exactly the sizes asked for, pinned as `system.pinned` says; the exact
-    kind is page-aligned and in one."""
+    """Zeroed bytes in pieces of exactly the sizes asked for, pinned as `system.pinned` says; the
+    exact kind is page-aligned and in one."""
 
     def __init__(self, sizes: Sequence[int], *, pinned: str) -> None:
         self._registered: torch.Tensor | None = None

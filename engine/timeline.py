@@ -1,6 +1,8 @@
-"""Intervals of work on lanes over one steady step: simulated from a schedule and its costs, or recorded on the machine.
+"""Intervals of work on lanes over one steady step: simulated from a schedule and its costs, or
+recorded on the machine.
 
-Invariant: a predicted and a measured timeline are the same thing, so that one picture and one arithmetic serve both.
+Invariant: a predicted and a measured timeline are the same thing, so that one picture and one
+arithmetic serve both.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """One step: from the start of its embedding to the start of the next one's, whatever step the work belongs to."""
+    """One step: from the start of its embedding to the start of the next one's, whatever step the
+    work belongs to."""
 
     step_s: float
     intervals: tuple[Interval, ...]
@@ -39,7 +42,8 @@ class Timeline:
         return _length(_merged(i for i in self.intervals if i.lane == lane))
 
     def hidden_share(self, lane: str) -> float | None:
-        """Share of a lane's work that runs while the compute lane works; None where it does nothing."""
+        """Share of a lane's work that runs while the compute lane works; None where it does
+        nothing."""
         mine, computing = (
             _merged(i for i in self.intervals if i.lane == name) for name in (lane, COMPUTE)
         )
@@ -50,12 +54,14 @@ class Timeline:
 
 
 def simulate(ops: Sequence[Op], seconds: Callable[[Op], float]) -> Timeline:
-    """The steady step of a schedule whose operations take `seconds`: each starts when its lane and its waits are done."""
+    """The steady step of a schedule whose operations take `seconds`: each starts when its lane and
+    its waits are done."""
     return last_step(_run(ops, seconds, ROUNDS))
 
 
 def window_s(ops: Sequence[Op], seconds: Callable[[Op], float], num_steps: int) -> float:
-    """Seconds of so many steps from one drain to the next: the first waits for no update, the last one's are waited for."""
+    """Seconds of so many steps from one drain to the next: the first waits for no update, the last
+    one's are waited for."""
     return max(interval.end_s for interval in _run(ops, seconds, num_steps))
 
 
@@ -82,7 +88,8 @@ def _run(ops: Sequence[Op], seconds: Callable[[Op], float], num_steps: int) -> l
 
 
 def last_step(intervals: Sequence[Interval]) -> Timeline:
-    """The last whole step among the intervals of several. Raises ValueError where fewer than two begin."""
+    """The last whole step among the intervals of several. Raises ValueError where fewer than two
+    begin."""
     starts = sorted(i.start_s for i in intervals if i.label.startswith(FIRST))
     if len(starts) < 2:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Trainer: sets up what a step needs and runs steps.
 
-Invariant: constructing one allocates nothing that grows with the model; setup allocates once; a step
-allocates no pinned memory and waits for nothing that the schedule does not name.
+Invariant: constructing one allocates nothing that grows with the model; setup allocates once; a
+step allocates no pinned memory and waits for nothing that the schedule does not name.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ class Trainer:
 
         Raises ValueError where the batch is not of the shape that the engine was made for.
 
-        Raises NonFiniteLossError, once, here, in a later call or in drain, where a loss or a gradient
-        norm was not finite: that step changed no parameter and no moment, and training can go on.
-        Where a later call raises it, as on CUDA, that call's batch is not trained on either, and the
-        bad step keeps its place in the learning-rate schedule; `resume` takes it back. With
+        Raises NonFiniteLossError, once, here, in a later call or in drain, where a loss or a
+        gradient norm was not finite: that step changed no parameter and no moment, and training can
+        go on. Where a later call raises it, as on CUDA, that call's batch is not trained on either,
+        and the bad step keeps its place in the learning-rate schedule; `resume` takes it back. With
         `clip_norm=0` there is no norm: a gradient that is not finite is applied, and the next loss
         tells.
 

@@ -1,7 +1,9 @@
-"""What each operation of a repeating sequence must wait for on other lanes, from what it reads and writes.
+"""What each operation of a repeating sequence must wait for on other lanes, from what it reads and
+writes.
 
-Invariant: no wait is missing and none is redundant, in the steady state; a first round may ignore the waits that
-reach back, because an order implied within one round never leads through the round before.
+Invariant: no wait is missing and none is redundant, in the steady state; a first round may ignore
+the waits that reach back, because an order implied within one round never leads through the round
+before.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ def derive(operations: Sequence[Access]) -> list[Waits]:
 
 @dataclass
 class _Tracker:
-    """Finds the waits of each operation: conflicts with earlier ones, less those that are already implied.
+    """Finds the waits of each operation: conflicts with earlier ones, less those that are already
+    implied.
 
-    An operation must follow the last writer of what it reads, and the last writer and all later readers of
-    what it writes. Clocks say which operations of each lane a finished operation implies. Trying the latest
-    candidate first leaves no redundant wait, because an operation can only imply earlier ones.
+    An operation must follow the last writer of what it reads, and the last writer and all later
+    readers of what it writes. Clocks say which operations of each lane a finished operation
+    implies. Trying the latest candidate first leaves no redundant wait, because an operation can
+    only imply earlier ones.
     """
 
     clocks: list[dict[str, int]] = field(default_factory=list)

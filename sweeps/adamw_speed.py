@@ -1,7 +1,9 @@
-"""CPU AdamW against the host memory that it streams through: the engine's kernel, torch's fused one, DeepSpeed's.
+"""CPU AdamW against the host memory that it streams through: the engine's kernel, torch's fused
+one, DeepSpeed's.
 
-Invariant: every optimizer holds one parameter of the same length, takes the same threads and its turn in the same
-rounds as the streams that set the ceiling (sweeps/host_memory.py); one that cannot run here becomes a line that says why.
+Invariant: every optimizer holds one parameter of the same length, takes the same threads and its
+turn in the same rounds as the streams that set the ceiling (sweeps/host_memory.py); one that cannot
+run here becomes a line that says why.
 
     python -m sweeps.ceilings            measures it after the other ceilings
 """
@@ -24,21 +26,29 @@ from sweeps.host_memory import ROUNDS, Kernel, Speed, in_turns, streams
 
 BYTES_PER_PARAM = {
     "engine, split master": 2 * (2 + 2 + 4 + 4) + 2,  # weight, remainder, moments; gradient read
-    "engine, split master, weights": 2 * (2 + 2) + 4 + 4 + 2,  # the first of two passes reads the moments
+    "engine, split master, weights": 2 * (2 + 2)
+    + 4
+    + 4
+    + 2,  # the first of two passes reads the moments
     "engine, split master, moments": 2 * (4 + 4) + 2,  # the second
-    "engine, fp32 master": 2 * (4 + 4 + 4) + 2 + 2,  # master, moments; weight written, gradient read
+    "engine, fp32 master": 2 * (4 + 4 + 4)
+    + 2
+    + 2,  # master, moments; weight written, gradient read
     "engine, fp32 weight": 2 * (4 + 4 + 4) + 4,  # weight, moments; gradient read
     "torch fused, fp32 weight": 2 * (4 + 4 + 4) + 4,
     "DeepSpeed, fp32 weight": 2 * (4 + 4 + 4) + 4,
     "DeepSpeed, bf16 weight alone": 2 * (2 + 4 + 4) + 2,  # no fp32 master: small updates are lost
 }
-"""Row -> bytes that a step reads and writes for a parameter: twice what is updated, once what is only read or written."""
+"""Row -> bytes that a step reads and writes for a parameter: twice what is updated, once what is
+only read or written."""
 HELD_BYTES = 12 + 14 + 14 + 10 + 16 + 16 + 16 + 16 + 12
 """Of a parameter in all arrays together: three of the streams', then the rows in order."""
 
 
 def _filled(num_params: int, dtype: torch.dtype, value: float) -> torch.Tensor:
-    return torch.empty(num_params, dtype=dtype).fill_(value)  # a parallel first touch; nothing ever becomes denormal
+    return torch.empty(num_params, dtype=dtype).fill_(
+        value
+    )  # a parallel first touch; nothing ever becomes denormal
 
 
 def _untouched(num_params: int, dtype: torch.dtype, _: float) -> torch.Tensor:
@@ -46,9 +56,15 @@ def _untouched(num_params: int, dtype: torch.dtype, _: float) -> torch.Tensor:
 
 
 def engine_kernel(
-    name: str, num_params: int, num_threads: int, weight: torch.dtype, extra: torch.dtype | None, update: str = "step"
+    name: str,
+    num_params: int,
+    num_threads: int,
+    weight: torch.dtype,
+    extra: torch.dtype | None,
+    update: str = "step",
 ) -> Kernel:
-    """The engine's native AdamW, the method `update` of it. Raises Unsupported without it: the fallback is not what is measured."""
+    """The engine's native AdamW, the method `update` of it. Raises Unsupported without it: the
+    fallback is not what is measured."""
     try:
         native()
     except KernelError as error:
@@ -60,7 +76,10 @@ def engine_kernel(
         exp_avg=_filled(num_params, torch.float32, 0.0),
         exp_avg_sq=_filled(num_params, torch.float32, 0.0),
     )
-    gradient, optimizer = _filled(num_params, weight, 1e-3), AdamW(Recipe(), num_threads=num_threads)
+    gradient, optimizer = (
+        _filled(num_params, weight, 1e-3),
+        AdamW(Recipe(), num_threads=num_threads),
+    )
     moments = [state.exp_avg, state.exp_avg_sq]
     weights = [tensor for tensor in (state.weight, state.extra) if tensor is not None]
     updated = {"step": weights + moments, "step_weights": weights, "step_moments": moments}[update]
@@ -76,7 +95,9 @@ def engine_kernel(
     )
 
 
-def torch_kernel(name: str, num_params: int, weight: torch.dtype, make: Callable[[list[torch.nn.Parameter]], Any]) -> Kernel:
+def torch_kernel(
+    name: str, num_params: int, weight: torch.dtype, make: Callable[[list[torch.nn.Parameter]], Any]
+) -> Kernel:
     """Any torch optimizer on one parameter, after the first step, which allocates its state."""
     parameter = torch.nn.Parameter(_filled(num_params, weight, 0.02))
     parameter.grad = _filled(num_params, weight, 1e-3)
@@ -93,21 +114,29 @@ def torch_kernel(name: str, num_params: int, weight: torch.dtype, make: Callable
 
 
 def deepspeed_adam(parameters: list[torch.nn.Parameter], num_threads: int) -> Any:
-    """DeepSpeedCPUAdam, fp32 moments. Raises Unsupported, in one line; its first use on a machine compiles for minutes."""
+    """DeepSpeedCPUAdam, fp32 moments. Raises Unsupported, in one line; its first use on a machine
+    compiles for minutes."""
     require_deepspeed()
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            deepspeed = import_deepspeed(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+            deepspeed = import_deepspeed(
+                torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            )
             with sole_builder():
                 optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(parameters, adamw_mode=True)
     except (RuntimeError, ImportError) as error:
-        raise Unsupported(f"DeepSpeedCPUAdam did not build: {error.__cause__ or error}".splitlines()[0]) from error
-    ctypes.CDLL(optimizer.ds_opt_adam.__file__).omp_set_num_threads(num_threads)  # its OpenMP may be another than torch's
+        raise Unsupported(
+            f"DeepSpeedCPUAdam did not build: {error.__cause__ or error}".splitlines()[0]
+        ) from error
+    ctypes.CDLL(optimizer.ds_opt_adam.__file__).omp_set_num_threads(
+        num_threads
+    )  # its OpenMP may be another than torch's
     return optimizer
 
 
 def contestants(num_params: int, num_threads: int) -> list[Kernel | Speed]:
-    """Every optimizer of BYTES_PER_PARAM in order; a Speed with the reason in place of one that cannot run here."""
+    """Every optimizer of BYTES_PER_PARAM in order; a Speed with the reason in place of one that
+    cannot run here."""
     bf16, fp32, int16 = torch.bfloat16, torch.float32, torch.int16
 
     def fused(parameters: list[torch.nn.Parameter]) -> Any:
@@ -135,8 +164,11 @@ def contestants(num_params: int, num_threads: int) -> list[Kernel | Speed]:
     return found
 
 
-def measure(num_params: int, num_threads: int, rounds: int = ROUNDS) -> tuple[list[Speed], list[Speed]]:
-    """(streams, optimizers) from the same rounds; torch's own thread count is the caller's to set."""
+def measure(
+    num_params: int, num_threads: int, rounds: int = ROUNDS
+) -> tuple[list[Speed], list[Speed]]:
+    """(streams, optimizers) from the same rounds; torch's own thread count is the caller's to
+    set."""
     simple, rows = streams(num_params, num_threads), contestants(num_params, num_threads)
     kernels = [row for row in rows if isinstance(row, Kernel)]
     speeds = in_turns([*simple, *kernels], rounds)

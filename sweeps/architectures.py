@@ -42,7 +42,8 @@ TIME_LIMIT_S = 300.0
 """Of one type, both dtypes; most take a second."""
 NUM_STEPS = 3
 SHAPE = (2, 2, 23)
-"""Micro-batches, rows, tokens; with `loss_chunk` a row's loss comes in two pieces of unlike length."""
+"""Micro-batches, rows, tokens; with `loss_chunk` a row's loss comes in two pieces of unlike
+length."""
 RECIPE = Recipe(lr=1e-3, weight_decay=0.1)
 CONFIG = EngineConfig(checkpoint_interval=2, loss_chunk=17, num_threads=1)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -51,8 +52,8 @@ LOSS = {torch.float32: 1e-6, torch.bfloat16: 1e-3}
 GRADIENT = {torch.float32: 3e-5, torch.bfloat16: 3e-2}
 """Largest norm of a difference of gradients that agrees, over the gradient's norm."""
 FLOOR = 1e-3
-"""Share of the largest gradient's norm that a parameter's is taken to have at least: the gradient of
-a key's bias is zero but for rounding."""
+"""Share of the largest gradient's norm that a parameter's is taken to have at least: the gradient
+of a key's bias is zero but for rounding."""
 AGREES, REFUSED, NOT_BUILT, FAILS = "agrees", "refused", "not built here", "FAILS"
 
 
@@ -94,7 +95,8 @@ def batches() -> Iterator[Batch]:
 
 
 def make_model(config: Any, dtype: torch.dtype) -> nn.Module:
-    """The library's model with its own random weights, exact in bfloat16; norms and biases differ."""
+    """The library's model with its own random weights, exact in bfloat16; norms and biases
+    differ."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -260,7 +262,9 @@ def judge_all(types: Sequence[str], workers: int) -> Iterator[tuple[str, list[Ve
                 process.start()
                 sender.close()
                 limit = time.monotonic() + TIME_LIMIT_S
-                running[receiver] = _Running(model_type=waiting.pop(), process=process, deadline=limit)
+                running[receiver] = _Running(
+                    model_type=waiting.pop(), process=process, deadline=limit
+                )
             yield from _ended(running)
     finally:
         for one in running.values():
@@ -334,7 +338,8 @@ for three steps by the engine and by plain PyTorch. `python -m sweeps.architectu
 and writes this page; nothing in it is written by hand. A name after the command tries that type
 alone and prints the differences themselves.
 """
-_NOTES = f"""- *agrees*: every loss of the three steps, and every parameter's gradient in the first, is what
+_NOTES = f"""\
+- *agrees*: every loss of the three steps, and every parameter's gradient in the first, is what
   plain training of the same model gives, up to the bound shown. Differences are relative; a
   gradient's is a norm over a norm.
 - *refused*: `MegaTrain(model, ...)` raises this line before it allocates anything.
@@ -350,7 +355,9 @@ attention that the library chooses: another setting of a type may be refused whe
 
 def write_whole(path: Path, text: str) -> None:
     """The file appears whole or stays as it was."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as new:
+    with tempfile.NamedTemporaryFile(
+        "w", dir=path.parent, prefix=f".{path.name}-", delete=False
+    ) as new:
         new.write(text)
     os.chmod(new.name, 0o644)
     os.replace(new.name, path)
@@ -358,15 +365,21 @@ def write_whole(path: Path, text: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a verdict a line; 0 where nothing fails, 1 where something does, 2 for a wrong name."""
-    parser = argparse.ArgumentParser(prog="python -m sweeps.architectures", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("types", nargs="*", metavar="TYPE", help="model types; all, if none is given")
+    parser = argparse.ArgumentParser(
+        prog="python -m sweeps.architectures", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument(
+        "types", nargs="*", metavar="TYPE", help="model types; all, if none is given"
+    )
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--workers", type=int, default=cores, help="types tried at a time")
     args = parser.parse_args(arguments)
     known = causal_types()
     for name in args.types:
         if name not in known:
-            parser.error(f"TYPE: got {name!r}, allowed the {len(known)} causal types of transformers")
+            parser.error(
+                f"TYPE: got {name!r}, allowed the {len(known)} causal types of transformers"
+            )
     if args.workers < 1:
         parser.error(f"--workers: got {args.workers}, allowed an integer >= 1")
     found: dict[str, list[Verdict]] = {}

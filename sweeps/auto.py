@@ -1,8 +1,10 @@
-"""What the config leaves to the machine: its device, and the largest model that fits every system of a study.
+"""What the config leaves to the machine: its device, and the largest model that fits every system
+of a study.
 
 Invariant: what is chosen replaces `auto` before a cell is hashed, so a row never says `auto`.
 
-    python -m sweeps.auto < configs.json     (started by `fitting`: plans in a process of its own, prints one JSON line)
+`fitting` starts `python -m sweeps.auto < configs.json`, which plans in a process of its own and
+prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -51,14 +53,22 @@ def register(planned: str | None = None) -> None:
     """
     OmegaConf.register_new_resolver("threads", threads, replace=True)
     OmegaConf.register_new_resolver("numa", numa, replace=True)
-    OmegaConf.register_new_resolver("sequences", lambda tokens, length: max(1, int(tokens) // max(1, int(length))), replace=True)
-    OmegaConf.register_new_resolver("by_device", lambda cpu, cuda: cuda if (planned or device()) == "cuda" else cpu, replace=True)
+    OmegaConf.register_new_resolver(
+        "sequences", lambda tokens, length: max(1, int(tokens) // max(1, int(length))), replace=True
+    )
+    OmegaConf.register_new_resolver(
+        "by_device",
+        lambda cpu, cuda: cuda if (planned or device()) == "cuda" else cpu,
+        replace=True,
+    )
 
 
 def threads() -> str:
     """Sweep over 0 (a system's own choice), a quarter, half and all of the cores."""
     cores = len(os.sched_getaffinity(0))
-    return f"choice({','.join(map(str, sorted({0, *(max(1, cores // part) for part in (4, 2, 1))})))})"
+    return (
+        f"choice({','.join(map(str, sorted({0, *(max(1, cores // part) for part in (4, 2, 1))})))})"
+    )
 
 
 @lru_cache(maxsize=1)
@@ -68,7 +78,10 @@ def numa() -> str:
     It is none alone where there is one node, or no numactl.
     """
     numbers = sorted(int(path.name.removeprefix("node")) for path in NODES.glob("node[0-9]*"))
-    bindings = ["--interleave=all", *(f"--cpunodebind={number} --preferred={number}" for number in numbers)]
+    bindings = [
+        "--interleave=all",
+        *(f"--cpunodebind={number} --preferred={number}" for number in numbers),
+    ]
     taken = [""]
     for binding in bindings if len(numbers) > 1 else ():
         with contextlib.suppress(ValueError):
@@ -78,7 +91,8 @@ def numa() -> str:
 
 
 def resolve(cfg: DictConfig) -> dict[str, Any]:
-    """The plain config of one cell with device, model and total_steps settled. Raises ValueError, one line."""
+    """The plain config of one cell with device, model and total_steps settled. Raises ValueError,
+    one line."""
     plain: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     assert isinstance(plain, dict)
     require("", plain, ("machine", "measure", "model", "process", "recipe"))
@@ -91,7 +105,9 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     if plain["machine"]["device"] == "auto":
         plain["machine"]["device"] = device()
     if plain["machine"]["device"] == "cuda" and device() != "cuda":
-        raise ValueError("machine.device: got 'cuda', allowed cpu (torch sees no GPU here); leave it at auto")
+        raise ValueError(
+            "machine.device: got 'cuda', allowed cpu (torch sees no GPU here); leave it at auto"
+        )
     if plain["model"].get("name") == "auto":
         plain["model"] = _model(plain)
     if plain["recipe"].get("total_steps") is None:
@@ -105,11 +121,14 @@ def _model(plain: Mapping[str, Any]) -> dict[str, Any]:
     for name in asked:
         if name not in ("name", *CHOICE):
             raise ValueError(
-                f"model.{name}: got {asked[name]!r}, allowed beside a named model only; choose one, model=tiny for example"
+                f"model.{name}: got {asked[name]!r}, allowed beside a named model only; choose "
+                "one, model=tiny for example"
             )
     for name in ("candidates", "systems"):
         if not isinstance(asked[name], list):
-            raise ValueError(f"model.{name}: got {asked[name]!r}, allowed a list of names; give one")
+            raise ValueError(
+                f"model.{name}: got {asked[name]!r}, allowed a list of names; give one"
+            )
     if plain["machine"]["device"] == "cpu":
         return _load(asked["fallback"])
     candidates = tuple(asked["candidates"])
@@ -121,7 +140,9 @@ def _model(plain: Mapping[str, Any]) -> dict[str, Any]:
 def _load(name: str) -> dict[str, Any]:
     path = CONF / "model" / f"{name}.yaml"
     if name == "auto" or not path.exists():
-        allowed = ", ".join(sorted(item.stem for item in path.parent.glob("*.yaml") if item.stem != "auto"))
+        allowed = ", ".join(
+            sorted(item.stem for item in path.parent.glob("*.yaml") if item.stem != "auto")
+        )
         raise ValueError(f"model.candidates: got {name!r}, allowed {allowed}; choose among these")
     loaded: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     assert isinstance(loaded, dict)
@@ -129,7 +150,9 @@ def _load(name: str) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=8)
-def _largest(candidates: Sequence[str], systems: Sequence[str], fallback: str, settings: str) -> str:
+def _largest(
+    candidates: Sequence[str], systems: Sequence[str], fallback: str, settings: str
+) -> str:
     shared = json.loads(settings)
     if shared["recipe"]["total_steps"] is None:
         shared["recipe"]["total_steps"] = 1 << 30
@@ -145,18 +168,32 @@ def _largest(candidates: Sequence[str], systems: Sequence[str], fallback: str, s
         for system in systems
     ]
     command = [sys.executable, "-m", "sweeps.auto"]
-    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, input=json.dumps(asked), capture_output=True, text=True, timeout=600, check=False
+    )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise ValueError(f"model: got 'auto', but planning failed ({last[:300]}); name a model, for example model=qwen2.5-0.5b")
-    return next((name for name in candidates if name not in json.loads(done.stdout.splitlines()[-1])), fallback)
+        raise ValueError(
+            f"model: got 'auto', but planning failed ({last[:300]}); name a model, for example "
+            "model=qwen2.5-0.5b"
+        )
+    return next(
+        (name for name in candidates if name not in json.loads(done.stdout.splitlines()[-1])),
+        fallback,
+    )
 
 
 def _system(name: str) -> dict[str, Any]:
     """The settings of conf/system/NAME.yaml, with those of the files that it builds on."""
     composing = GlobalHydra.instance().is_initialized()  # as where a cell of model=auto is composed
-    with contextlib.nullcontext() if composing else initialize_config_dir(str(CONF), version_base="1.3"):
-        loaded: Any = OmegaConf.to_container(compose("config", [f"system={name}"]).system, resolve=True)
+    with (
+        contextlib.nullcontext()
+        if composing
+        else initialize_config_dir(str(CONF), version_base="1.3")
+    ):
+        loaded: Any = OmegaConf.to_container(
+            compose("config", [f"system={name}"]).system, resolve=True
+        )
     assert isinstance(loaded, dict)
     return loaded
 

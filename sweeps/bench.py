@@ -1,7 +1,8 @@
 """THE loop: the only code that decides which seconds count, the same for every system.
 
-Invariant: warm-up, drain; then each window is start, K steps, drain, stop. Inside a window nothing is read back,
-so nothing but the system itself can synchronise; batches are made before the clock starts.
+Invariant: warm-up, drain; then each window is start, K steps, drain, stop. Inside a window nothing
+is read back, so nothing but the system itself can synchronise; batches are made before the clock
+starts.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ def measure(
 ) -> None:
     """Train `spec.num_steps` steps of a system that is set up, and time the windows among them.
 
-    What it saw leaves as `losses` events, one for the warm-up and one a window: first_step; losses, mean per label token,
-    nats; seconds, None for the warm-up; num_tokens, those with a label; counters, what the system counted meanwhile. A first
-    window slower than `spec.stop_below` is the last.
+    What it saw leaves as `losses` events, one for the warm-up and one a window: first_step; losses,
+    mean per label token, nats; seconds, None for the warm-up; num_tokens, those with a label;
+    counters, what the system counted meanwhile. A first window slower than `spec.stop_below` is the
+    last.
 
     Raises NonFiniteLossError, after the step's window was reported, when a loss is NaN or infinite.
     """
@@ -60,8 +62,11 @@ def measure(
             break
 
 
-def _enqueue(system: TrainingSystem, steps: Sequence[Batch], first: int, emit: Emit) -> list[torch.Tensor]:
-    """One train_step a batch; losses stay where they are. The progress event is one short write to a pipe."""
+def _enqueue(
+    system: TrainingSystem, steps: Sequence[Batch], first: int, emit: Emit
+) -> list[torch.Tensor]:
+    """One train_step a batch; losses stay where they are. The progress event is one short write to
+    a pipe."""
     pending = []
     for number, batch in enumerate(steps, first):
         pending.append(system.train_step(batch))
@@ -75,14 +80,18 @@ def _read(pending: Sequence[torch.Tensor], first: int, emit: Emit, **seen: Any) 
         emit("losses", first_step=first, losses=losses, **seen)
     for number, loss in enumerate(losses, first):
         if not math.isfinite(loss):
-            raise NonFiniteLossError(f"step {number}: the loss is {loss}; lower recipe.lr or look at the data")
+            raise NonFiniteLossError(
+                f"step {number}: the loss is {loss}; lower recipe.lr or look at the data"
+            )
 
 
 def trace(system: TrainingSystem, batches: Iterator[Batch], num_steps: int, path: Path) -> None:
     """Chrome trace of `num_steps` further steps, never timed: profiling slows what it looks at."""
     from torch.profiler import ProfilerActivity, profile
 
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+    activities = [ProfilerActivity.CPU] + (
+        [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    )
     steps = [next(batches) for _ in range(num_steps)]
     profiler: Any = profile(activities=activities)
     with profiler:
@@ -94,15 +103,20 @@ def trace(system: TrainingSystem, batches: Iterator[Batch], num_steps: int, path
 
 
 def record(system: Any, batches: Iterator[Batch], num_steps: int, path: Path) -> None:
-    """One steady step's work on each lane, recorded and, on a GPU, predicted: JSON for `analysis.figures.step`.
+    """One steady step's work on each lane, recorded and, on a GPU, predicted: JSON for
+    `analysis.figures.step`.
 
-    system: one with `record` and `predict`, the engine. Intervals are [lane, label, start in seconds, end in seconds].
+    system: one with `record` and `predict`, the engine. Intervals are [lane, label, start in
+    seconds, end in seconds].
     """
     found = {"measured": system.record([next(batches) for _ in range(max(3, num_steps))])}
     if system.device.type == "cuda":
         found["predicted"] = system.predict()
     plain = {
-        kind: {"step_s": timeline.step_s, "intervals": [[i.lane, i.label, i.start_s, i.end_s] for i in timeline.intervals]}
+        kind: {
+            "step_s": timeline.step_s,
+            "intervals": [[i.lane, i.label, i.start_s, i.end_s] for i in timeline.intervals],
+        }
         for kind, timeline in found.items()
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-"""What this machine can do at best: matrix peak, link and host memory bandwidth; and how near CPU AdamW comes to it.
+"""What this machine can do at best: matrix peak, link and host memory bandwidth; and how near CPU
+AdamW comes to it.
 
 Invariant: measured here and now, never copied from a data sheet; None where there is no GPU. The
 matrix peak is the yardstick of MFU. It is a burst; `matrix_sustained_tflops` is what the same
@@ -6,7 +7,7 @@ product keeps up for seconds, once power or heat hold the clock down. The host's
 of the fastest simple kernel (sweeps/host_memory.py says what is counted).
 
     python -m sweeps.ceilings            everything, as tables; the last line of stdout is JSON
-    python -m sweeps.ceilings --quick    without AdamW: seconds, and nothing of DeepSpeed's is compiled
+    python -m sweeps.ceilings --quick    without AdamW: seconds, and DeepSpeed compiles nothing
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ LEAST_ELEMENTS = 1024
 """Every kernel has something to do: they cut their arrays in four."""
 
 
-def _seconds(work: Callable[[], object], synchronize: Callable[[], object], repeats: int = REPEATS) -> float:
+def _seconds(
+    work: Callable[[], object], synchronize: Callable[[], object], repeats: int = REPEATS
+) -> float:
     """Median seconds of `work` after one warm-up."""
     samples = []
     for _ in range(repeats + 1):
@@ -53,7 +56,8 @@ def _seconds(work: Callable[[], object], synchronize: Callable[[], object], repe
 
 
 def matrix_peaks() -> dict[str, Any]:
-    """bf16 product of two random 8192 x 8192 matrices on CUDA, 2 n^3 operations: ten a sample, then held."""
+    """bf16 product of two random 8192 x 8192 matrices on CUDA, 2 n^3 operations: ten a sample, then
+    held."""
     left, right = (torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(left)
 
@@ -63,7 +67,9 @@ def matrix_peaks() -> dict[str, Any]:
 
     peak = 10 * 2 * SIZE**3 / _seconds(lambda: products(10), torch.cuda.synchronize) / 1e12
     # Fifty before each wait, so that it leaves no gap to speak of.
-    runs_per_s, paced = held(lambda: products(50), torch.cuda.synchronize, device_sampler("cuda"), SETTLE_S, HELD_S)
+    runs_per_s, paced = held(
+        lambda: products(50), torch.cuda.synchronize, device_sampler("cuda"), SETTLE_S, HELD_S
+    )
     return {
         "matrix_peak_tflops": peak,
         "matrix_sustained_tflops": 50 * 2 * SIZE**3 * runs_per_s / 1e12,
@@ -72,9 +78,14 @@ def matrix_peaks() -> dict[str, Any]:
 
 
 def held(
-    work: Callable[[], object], synchronize: Callable[[], object], device: DeviceSampler, settle_s: float, held_s: float
+    work: Callable[[], object],
+    synchronize: Callable[[], object],
+    device: DeviceSampler,
+    settle_s: float,
+    held_s: float,
 ) -> tuple[float, Pace]:
-    """Runs of `work` a second during `held_s`, after `settle_s` of the same, and the device's pace meanwhile."""
+    """Runs of `work` a second during `held_s`, after `settle_s` of the same, and the device's pace
+    meanwhile."""
     looks: list[Look] = []
 
     def runs_per_s(seconds: float) -> float:
@@ -102,7 +113,8 @@ def link_gb_per_s() -> tuple[float, float]:
 
 
 def measure(num_elements: int, num_threads: int, rounds: int, *, quick: bool) -> dict[str, Any]:
-    """Every ceiling this machine has; `adamw` is None where `quick`. Arrays shrink where memory is short."""
+    """Every ceiling this machine has; `adamw` is None where `quick`. Arrays shrink where memory is
+    short."""
     found: dict[str, Any] = {
         "gpu": None,
         "boot": boot(),
@@ -135,17 +147,25 @@ def measure(num_elements: int, num_threads: int, rounds: int, *, quick: bool) ->
 
 
 def cached_peaks(output_dir: Path, device: str, timeout_s: float = 300.0) -> dict[str, float]:
-    """The GPU's PEAKS, measured in a process of its own once a machine and output folder; {} on the CPU or on failure."""
+    """The GPU's PEAKS, measured in a process of its own once a machine and output folder; {} on the
+    CPU or on failure."""
     if device != "cuda":
         return {}
     path, here = output_dir / "ceilings.json", (gpu()["gpu"], boot())
     found = _earlier(path)
-    if (found.get("gpu"), found.get("boot")) != here or any(found.get(name) is None for name in PEAKS):
+    if (found.get("gpu"), found.get("boot")) != here or any(
+        found.get(name) is None for name in PEAKS
+    ):
         command = [sys.executable, "-m", "sweeps.ceilings", "--quick", "--rounds", "5"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True)
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=timeout_s, check=True
+            )
         except (subprocess.SubprocessError, OSError) as error:
-            print(f"ceilings: not measured, so MFU stays empty ({type(error).__name__})", file=sys.stderr)
+            print(
+                f"ceilings: not measured, so MFU stays empty ({type(error).__name__})",
+                file=sys.stderr,
+            )
             return {}
         found = json.loads(done.stdout.splitlines()[-1])
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -156,27 +176,40 @@ def cached_peaks(output_dir: Path, device: str, timeout_s: float = 300.0) -> dic
 
 
 def _earlier(path: Path) -> dict[str, Any]:
-    """What was found before; nothing, and a line on stderr, where the file is not what was written."""
+    """What was found before; nothing, and a line on stderr, where the file is not what was
+    written."""
     if not path.exists():
         return {}
     try:
         found = json.loads(path.read_text())
-        if isinstance(found, dict) and all(isinstance(found.get(name), (int, float, type(None))) for name in PEAKS):
+        if isinstance(found, dict) and all(
+            isinstance(found.get(name), (int, float, type(None))) for name in PEAKS
+        ):
             return found
     except ValueError:  # no JSON, or no text
         pass
-    print(f"{path}: got no ceilings, allowed a JSON object as sweeps.ceilings prints it; measuring them again", file=sys.stderr)
+    print(
+        f"{path}: got no ceilings, allowed a JSON object as sweeps.ceilings prints it; measuring "
+        "them again",
+        file=sys.stderr,
+    )
     return {}
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
-    """The tables: one value a line, then the streams and the optimizers with their share of the fastest stream."""
+    """The tables: one value a line, then the streams and the optimizers with their share of the
+    fastest stream."""
     single = {name: value for name, value in found.items() if not isinstance(value, list)}
     shown = {
-        name: "-" if value is None else f"{value:.1f}" if isinstance(value, float) else str(value) for name, value in single.items()
+        name: "-" if value is None else f"{value:.1f}" if isinstance(value, float) else str(value)
+        for name, value in single.items()
     }
     lines = [f"{name:>26}  {value}" for name, value in shown.items()]
-    lines += ["", f"{'host memory, in turns':<30}{'G elements/s':>14}{'B/element':>11}{'GB/s':>8}{'share':>8}"]
+    lines += [
+        "",
+        f"{'host memory, in turns':<30}"
+        f"{'G elements/s':>14}{'B/element':>11}{'GB/s':>8}{'share':>8}",
+    ]
     for row in [*found["streams"], *(found["adamw"] or [])]:
         if row["reason"] is not None:
             lines.append(f"{row['name']:<30}  {row['reason']}")
@@ -192,19 +225,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables, then one line of JSON."""
     mend_streams()
     parser = Parser(prog="python -m sweeps.ceilings", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="leave out AdamW and the compiling of DeepSpeed's")
     parser.add_argument(
-        "--num-elements", type=count(LEAST_ELEMENTS, 1 << 40), default=host_memory.NUM_ELEMENTS, help="length of every host array"
+        "--quick", action="store_true", help="leave out AdamW and the compiling of DeepSpeed's"
+    )
+    parser.add_argument(
+        "--num-elements",
+        type=count(LEAST_ELEMENTS, 1 << 40),
+        default=host_memory.NUM_ELEMENTS,
+        help="length of every host array",
     )
     cores = len(os.sched_getaffinity(0))
     parser.add_argument(
-        "--threads", type=count(1, cores), default=cores, help="CPU threads; a CUDA run of the engine leaves two cores free"
+        "--threads",
+        type=count(1, cores),
+        default=cores,
+        help="CPU threads; a CUDA run of the engine leaves two cores free",
     )
-    parser.add_argument("--rounds", type=count(1, 10_000), default=host_memory.ROUNDS, help="samples of every host kernel")
+    parser.add_argument(
+        "--rounds",
+        type=count(1, 10_000),
+        default=host_memory.ROUNDS,
+        help="samples of every host kernel",
+    )
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
     if not args.quick:
-        print("ceilings: DeepSpeedCPUAdam is compiled on its first use on a machine, which takes minutes", file=sys.stderr)
+        print(
+            "ceilings: DeepSpeedCPUAdam is compiled on its first use on a machine, which takes "
+            "minutes",
+            file=sys.stderr,
+        )
     found = measure(args.num_elements, args.threads, args.rounds, quick=args.quick)
     print("\n".join(_lines(found)))
     print(json.dumps(found))

@@ -1,7 +1,9 @@
-"""The process of one cell: build, plan, set up, measure, report. Started by sweeps.isolate, never by hand.
+"""The process of one cell: build, plan, set up, measure, report. Started by sweeps.isolate, never
+by hand.
 
-Invariant: it refuses before it allocates. Its stdin is the plain config with, as `rates`, what the study knows of the
-machine; its events leave on a pipe as JSON lines, and its stdout and stderr are a log that nobody parses.
+Invariant: it refuses before it allocates. Its stdin is the plain config with, as `rates`, what the
+study knows of the machine; its events leave on a pipe as JSON lines, and its stdout and stderr are
+a log that nobody parses.
 
     python -m sweeps.cell --events-fd FD < config.json
 """
@@ -19,7 +21,8 @@ from sweeps.isolate import guarded
 
 
 def cap_device_memory(num_bytes: int) -> None:
-    """Let torch's allocator reserve no more than `num_bytes` of the device in this process; more than there is caps nothing.
+    """Let torch's allocator reserve no more than `num_bytes` of the device in this process; more
+    than there is caps nothing.
 
     What is outside that allocator, the CUDA context above all (about half a GB), comes on top.
     """
@@ -72,7 +75,9 @@ def work(cell: Cell, emit: Emitter, rates: Mapping[str, float] | None = None) ->
         if cell.measure.trace:
             path = cell.output_dir / "traces" / f"{cell.hash}-{cell.system}.json"
             if hasattr(system, "record"):
-                bench.record(system, steps, cell.measure.steps_per_window, path.with_suffix(".timeline.json"))
+                bench.record(
+                    system, steps, cell.measure.steps_per_window, path.with_suffix(".timeline.json")
+                )
             bench.trace(system, steps, cell.measure.steps_per_window, path)
     finally:
         system.close()

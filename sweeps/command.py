@@ -125,7 +125,8 @@ def _composed(args: argparse.Namespace, argv: list[str]) -> Command:
 
 
 def compose_cell(cfg: DictConfig) -> Cell:
-    """The validated cell of a composed config, the text's digest filled in. ValueError, one line."""
+    """The validated cell of a composed config, the text's digest filled in. ValueError, one
+    line."""
     plain = auto.resolve(cfg)
     cell = cell_from(plain)
     corpus = corpus_of(cell.data)
@@ -178,7 +179,10 @@ def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _refuse_flag(message: str) -> NoReturn:
-    raise ValueError(f"command line: got {message}, allowed key=value and Hydra's own flags; see python -m sweeps.run --help")
+    raise ValueError(
+        f"command line: got {message}, allowed key=value and Hydra's own flags; see python -m "
+        "sweeps.run --help"
+    )
 
 
 def _is_hydra_s(key: str) -> bool:
@@ -191,11 +195,15 @@ def _is_basic(plugin: DictConfig) -> bool:
     return str(plugin._target_).rpartition(".")[2] in ("BasicSweeper", "BasicLauncher")
 
 
-def _in_order(sweeper: DictConfig, given: Sequence[str], argv: list[str]) -> tuple[list[str], list[str]]:
+def _in_order(
+    sweeper: DictConfig, given: Sequence[str], argv: list[str]
+) -> tuple[list[str], list[str]]:
     """The overrides of a sweep, those of its files before those given, and Hydra's arguments."""
     batch = sweeper.max_batch_size
     if batch is not None and batch < 1:
-        raise ValueError(f"hydra.sweeper.max_batch_size: got {batch}, allowed null or >= 1; leave it out")
+        raise ValueError(
+            f"hydra.sweeper.max_batch_size: got {batch}, allowed null or >= 1; leave it out"
+        )
     overrides = [*(f"{key}={value}" for key, value in (sweeper.params or {}).items()), *given]
     if not any(override.startswith(f"{REPEAT}=") for override in overrides):
         return overrides, argv
@@ -214,7 +222,9 @@ def in_rounds(overrides: Sequence[str]) -> list[str]:
     return [*first, *last.values()]
 
 
-def _swept(name: str, overrides: Sequence[str], extra: Sequence[str], base: DictConfig) -> list[Cell]:
+def _swept(
+    name: str, overrides: Sequence[str], extra: Sequence[str], base: DictConfig
+) -> list[Cell]:
     """The cells of a sweep, but those that measure.repeated leaves out."""
     parsed = parse(overrides)
     _require_countable(parsed)
@@ -225,13 +235,16 @@ def _swept(name: str, overrides: Sequence[str], extra: Sequence[str], base: Dict
     first = compose_cell(compose(name, [*jobs[0], *extra]))
     system = str(base.hydra.runtime.choices["system"])
     # Composing takes a quarter of a second a job, which those left out are spared.
-    kept = [job for job in jobs if not left_out(first, _value(job, "system") or system, _repeat(job))]
+    kept = [
+        job for job in jobs if not left_out(first, _value(job, "system") or system, _repeat(job))
+    ]
     _require_some(kept, first)
     return [compose_cell(compose(name, [*job, *extra])) for job in kept]
 
 
 def _jobs(parsed: Sequence[Any]) -> list[tuple[str, ...]]:
-    """The overrides of every cell: the product of what they sweep over, the last varying fastest."""
+    """The overrides of every cell: the product of what they sweep over, the last varying
+    fastest."""
     choices: dict[str, list[str]] = {}
     for item in parsed:
         key = item.get_key_element()
@@ -259,7 +272,10 @@ def _require_countable(parsed: Sequence[Any]) -> None:
             raise ValueError(f"{given}, which is no value at all, allowed one or more; correct it")
         num_cells *= length
         if num_cells > MOST_CELLS:
-            raise ValueError(f"{given}, which makes more than {MOST_CELLS} cells, allowed as many in one command; split the sweep")
+            raise ValueError(
+                f"{given}, which makes more than {MOST_CELLS} cells, allowed as many in one "
+                "command; split the sweep"
+            )
 
 
 def _require_some(kept: Sequence[Any], cell: Cell) -> None:
@@ -281,7 +297,9 @@ def left_out(cell: Cell, choice: str | None, repeat: int | None = None) -> bool:
     for system in repeated:
         if system not in files:
             allowed = ", ".join(files)
-            raise ValueError(f"measure.repeated: got {system!r}, allowed {allowed}; choose among these")
+            raise ValueError(
+                f"measure.repeated: got {system!r}, allowed {allowed}; choose among these"
+            )
     return number > 1 and bool(repeated) and choice not in repeated
 
 

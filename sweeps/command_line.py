@@ -1,4 +1,5 @@
-"""What every command of the project shares: a wrong flag is one line, and standard streams that can be written to.
+"""What every command of the project shares: a wrong flag is one line, and standard streams that can
+be written to.
 
 Invariant: imports the standard library alone, so any room may use it.
 """
@@ -28,16 +29,20 @@ def count(least: int, most: int) -> Callable[[str], int]:
 
     def read(text: str) -> int:
         if not text.lstrip("-").isdecimal() or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"got {text}, allowed an integer from {least} to {most}")
+            raise argparse.ArgumentTypeError(
+                f"got {text}, allowed an integer from {least} to {most}"
+            )
         return int(text)
 
     return read
 
 
 def mend_streams() -> None:
-    """Make the standard streams writable: closed ones lead nowhere, and what an encoding lacks is written as a question mark.
+    """Make the standard streams writable: closed ones lead nowhere, and what an encoding lacks is
+    written as a question mark.
 
-    A closed descriptor would be given to the next file or pipe that is opened, and printing would write into that.
+    A closed descriptor would be given to the next file or pipe that is opened, and printing would
+    write into that.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:

@@ -66,7 +66,10 @@ class Data:
     def __post_init__(self) -> None:
         _at_least("data.max_bytes", self.max_bytes, 1 << 16)
         if not 0 <= self.heldout_fraction < 1:
-            raise ValueError(f"data.heldout_fraction: got {self.heldout_fraction}, allowed 0 <= fraction < 1; 0.02 is usual")
+            raise ValueError(
+                f"data.heldout_fraction: got {self.heldout_fraction}, allowed 0 <= fraction < 1; "
+                "0.02 is usual"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +93,9 @@ class Measure:
     def __post_init__(self) -> None:
         _at_least("measure.repeat", self.repeat, 1)
         if not self.stop_below >= 0:
-            raise ValueError(f"measure.stop_below: got {self.stop_below}, allowed >= 0; 0 measures every window")
+            raise ValueError(
+                f"measure.stop_below: got {self.stop_below}, allowed >= 0; 0 measures every window"
+            )
         _at_least("measure.heldout_tokens", self.heldout_tokens, 0)
         _at_least("measure.warmup_steps", self.warmup_steps, 0)
         _at_least("measure.windows", self.windows, 1)
@@ -112,7 +117,10 @@ class Logging:
     def __post_init__(self) -> None:
         _allow("logging.wandb", self.wandb, ("offline", "online", "disabled"))
         if not 1 <= len(self.project) <= 128 or set(self.project) & set("/\\#?%:"):
-            raise ValueError(f"logging.project: got {self.project!r}, allowed 1 to 128 characters without / \\ # ? % :; correct it")
+            raise ValueError(
+                f"logging.project: got {self.project!r}, allowed 1 to 128 characters without / \\ "
+                "# ? % :; correct it"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +159,10 @@ class Process:
         _at_least("process.omp_num_threads", self.omp_num_threads, 0)
         require_numactl(tuple(self.numactl.split()))
         if not self.timeout_s > 0:
-            raise ValueError(f"process.timeout_s: got {self.timeout_s}, allowed > 0; give the seconds that one cell may take")
+            raise ValueError(
+                f"process.timeout_s: got {self.timeout_s}, allowed > 0; give the seconds that one "
+                "cell may take"
+            )
 
     @property
     def wrapper(self) -> tuple[str, ...]:
@@ -238,7 +249,9 @@ def cell_from(recorded: Mapping[str, Any]) -> Cell:
     num_micro_batches = _count(f"system.{OWN_MICRO_BATCHES}", system.pop(OWN_MICRO_BATCHES, 0))
     preset = system.get("preset")
     if not isinstance(preset, (str, type(None))):
-        raise ValueError(f"system.preset: got {preset!r}, allowed null or text; write '\"{preset}\"'")
+        raise ValueError(
+            f"system.preset: got {preset!r}, allowed null or text; write '\"{preset}\"'"
+        )
     cell = Cell(
         experiment=_text("experiment", config["experiment"]),
         seed=_seed(config["seed"]),
@@ -269,7 +282,9 @@ def _check_groups(config: Mapping[str, Any]) -> None:
     for group in config:
         if group not in known:
             allowed = ", ".join(sorted(known))
-            raise ValueError(f"{group}: got {config[group]!r}, allowed {allowed}; remove it or correct its name")
+            raise ValueError(
+                f"{group}: got {config[group]!r}, allowed {allowed}; remove it or correct its name"
+            )
     for path, value in flat(config):
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{path}: got {value}, allowed a finite number; correct it")
@@ -287,7 +302,10 @@ def _check_text(cell: Cell) -> None:
         )
     vocab = cell.model.config.get("vocab_size")
     if isinstance(vocab, int) and vocab < 256:
-        raise ValueError(f"model.config.vocab_size: got {vocab}, allowed >= 256; the text is bytes, so it needs 256 tokens")
+        raise ValueError(
+            f"model.config.vocab_size: got {vocab}, allowed >= 256; the text is bytes, so it needs "
+            "256 tokens"
+        )
 
 
 def _shape(config: Mapping[str, Any], num_micro_batches: int) -> Shape:
@@ -331,7 +349,9 @@ def require_numactl(arguments: Sequence[str]) -> None:
             allowed = ", ".join([*(f"{option}=NODES" for option in VALUED), *FLAGS])
             raise ValueError(f"{got}, where {word!r} is not allowed, only {allowed}; correct it")
     if shutil.which("numactl") is None:
-        raise ValueError(f"{got}, allowed nothing where numactl is not installed; install it or leave it out")
+        raise ValueError(
+            f"{got}, allowed nothing where numactl is not installed; install it or leave it out"
+        )
     command = ["numactl", *arguments, "true"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -356,7 +376,9 @@ def _folder(path: str, value: Any) -> Path:
         return Path(value)
     except (OSError, ValueError) as error:  # below a file, too long a name, a null byte
         why = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"{path}: got {value!r} ({why}), allowed a folder that can be made; choose another") from None
+        raise ValueError(
+            f"{path}: got {value!r} ({why}), allowed a folder that can be made; choose another"
+        ) from None
     if not stat.S_ISDIR(kind):
         raise ValueError(f"{path}: got {value!r}, which is no folder, allowed one; choose another")
     return Path(value)
@@ -375,7 +397,10 @@ def _model(config: Mapping[str, Any]) -> ModelSpec:
     spec = build_group(ModelSpec, "model", config)
     _text("model.name", spec.name)
     if not spec.config:
-        raise ValueError(f"model.config: got nothing, allowed the config of {spec.name}; do not delete it (~model.config)")
+        raise ValueError(
+            f"model.config: got nothing, allowed the config of {spec.name}; do not delete it "
+            "(~model.config)"
+        )
     return spec
 
 
@@ -388,7 +413,9 @@ def _recipe(config: Mapping[str, Any]) -> Recipe:
 def _limit(path: str, value: Any) -> float | None:
     """Seconds > 0, or None."""
     if value is not None and not _typed(path, value, float) > 0:
-        raise ValueError(f"{path}: got {value!r}, allowed seconds > 0, or null for no limit; correct it")
+        raise ValueError(
+            f"{path}: got {value!r}, allowed seconds > 0, or null for no limit; correct it"
+        )
     return None if value is None else float(value)
 
 
@@ -406,7 +433,10 @@ def build_group(kind: type[T], group: str, config: Mapping[str, Any]) -> T:
     for name, value in values.items():
         if name not in known:
             _refuse_moved(f"{group}.{name}", value)
-            raise ValueError(f"{group}.{name}: got {value!r}, allowed fields {', '.join(known)}; remove it or correct its name")
+            raise ValueError(
+                f"{group}.{name}: got {value!r}, allowed fields {', '.join(known)}; remove it or "
+                "correct its name"
+            )
         typed = _TYPES.get(str(known[name].type).split(" |")[0], object)
         values[name] = _typed(f"{group}.{name}", value, typed)
     require(f"{group}.", values, [name for name, item in known.items() if _is_required(item)])
@@ -423,7 +453,10 @@ def require(prefix: str, config: Mapping[str, Any], names: Sequence[str]) -> Non
     On the command line `~name` takes one out, and so does a value in a group's place.
     """
     if not isinstance(config, Mapping):
-        raise ValueError(f"{prefix.rstrip('.')}: got {config!r}, allowed a group with fields; choose one of its options")
+        raise ValueError(
+            f"{prefix.rstrip('.')}: got {config!r}, allowed a group with fields; choose one of its "
+            "options"
+        )
     for name in names:
         if name not in config:
             path = f"{prefix}{name}"
@@ -458,7 +491,9 @@ def _typed(path: str, value: Any, kind: type[T]) -> T:
 def _float(path: str, value: int) -> float:
     if abs(value) > 1 << 1000:
         bits = value.bit_length()
-        raise ValueError(f"{path}: got an integer of {bits} bits, allowed one that a float holds; correct it")
+        raise ValueError(
+            f"{path}: got an integer of {bits} bits, allowed one that a float holds; correct it"
+        )
     return float(value)
 
 

@@ -1,7 +1,9 @@
-"""Real text with no download: the sources of the Python standard library found on this machine, byte level.
+"""Real text with no download: the sources of the Python standard library found on this machine,
+byte level.
 
-Invariant: the same machine, seed and shape give the same batches, whatever system trains; the held-out tail is
-never trained on; a label is the byte after its token, and -100 wherever there is none.
+Invariant: the same machine, seed and shape give the same batches, whatever system trains; the
+held-out tail is never trained on; a label is the byte after its token, and -100 wherever there is
+none.
 """
 
 from __future__ import annotations
@@ -23,7 +25,18 @@ from sweeps.config import Data
 PAD = 0
 """Token put where a sequence has ended; its label is ignored and its mask is 0."""
 SKIPPED = frozenset(
-    ("__pycache__", "config", "dist-packages", "ensurepip", "idlelib", "lib2to3", "site-packages", "test", "tests", "turtledemo")
+    (
+        "__pycache__",
+        "config",
+        "dist-packages",
+        "ensurepip",
+        "idlelib",
+        "lib2to3",
+        "site-packages",
+        "test",
+        "tests",
+        "turtledemo",
+    )
 )
 """Folders that installations differ in, or that hold data more than source."""
 
@@ -41,9 +54,12 @@ class Corpus:
 
 
 def stdlib_files(root: Path | None = None) -> list[Path]:
-    """Python sources under the standard library's folder (or `root`), sorted by their path inside it."""
+    """Python sources under the standard library's folder (or `root`), sorted by their path inside
+    it."""
     top = root or Path(sysconfig.get_paths()["stdlib"])
-    files = [(path.relative_to(top).as_posix(), path) for path in top.rglob("*.py") if path.is_file()]
+    files = [
+        (path.relative_to(top).as_posix(), path) for path in top.rglob("*.py") if path.is_file()
+    ]
     return [path for name, path in sorted(files) if not SKIPPED.intersection(name.split("/"))]
 
 
@@ -57,10 +73,15 @@ def load(max_bytes: int, heldout_fraction: float, root: Path | None = None) -> C
             break
     del text[max_bytes:]
     if not text:
-        raise ValueError("data: got no *.py in the standard library, allowed its sources; install Python with them")
+        raise ValueError(
+            "data: got no *.py in the standard library, allowed its sources; install Python with "
+            "them"
+        )
     whole = torch.frombuffer(text, dtype=torch.uint8)
     split = len(text) - int(len(text) * heldout_fraction)
-    return Corpus(train=whole[:split], heldout=whole[split:], digest=hashlib.sha256(text).hexdigest()[:16])
+    return Corpus(
+        train=whole[:split], heldout=whole[split:], digest=hashlib.sha256(text).hexdigest()[:16]
+    )
 
 
 def corpus_of(data: Data) -> Corpus:
@@ -69,7 +90,8 @@ def corpus_of(data: Data) -> Corpus:
 
 
 def batches(corpus: Corpus, shape: Shape, seed: int) -> Iterator[Batch]:
-    """Endless optimizer steps: sequences of seq_len + 1 bytes, each seen once an epoch, in an order fixed by `seed`.
+    """Endless optimizer steps: sequences of seq_len + 1 bytes, each seen once an epoch, in an order
+    fixed by `seed`.
 
     Raises ValueError where the text holds fewer than batch_size sequences.
     """
@@ -77,14 +99,16 @@ def batches(corpus: Corpus, shape: Shape, seed: int) -> Iterator[Batch]:
     num_sequences = corpus.train.numel() // length
     if num_sequences < shape.batch_size:
         raise ValueError(
-            f"shape.seq_len: got {shape.seq_len} x {shape.batch_size} sequences, allowed at most {corpus.train.numel()} bytes of "
+            f"shape.seq_len: got {shape.seq_len} x {shape.batch_size} sequences, allowed at most "
+            f"{corpus.train.numel()} bytes of "
             "text a step; shorten the sequences, lower shape.batch_size or raise data.max_bytes"
         )
     return _epochs(corpus.train[: num_sequences * length].view(num_sequences, length), shape, seed)
 
 
 def heldout(corpus: Corpus, seq_len: int, num_tokens: int) -> torch.Tensor:
-    """The first sequences of the held-out tail, as many as `num_tokens` fill but one at least: uint8 [sequences, seq_len + 1]."""
+    """The first sequences of the held-out tail, as many as `num_tokens` fill but one at least:
+    uint8 [sequences, seq_len + 1]."""
     length = seq_len + 1
     num_sequences = min(max(1, num_tokens // seq_len), corpus.heldout.numel() // length)
     return corpus.heldout[: num_sequences * length].view(num_sequences, length)
@@ -103,7 +127,8 @@ def _epochs(sequences: torch.Tensor, shape: Shape, seed: int) -> Iterator[Batch]
 
 
 def pack(sequences: Sequence[torch.Tensor], shape: Shape) -> Batch:
-    """One step from `batch_size` sequences of at most seq_len + 1 bytes: shifted, padded, cut into micro-batches.
+    """One step from `batch_size` sequences of at most seq_len + 1 bytes: shifted, padded, cut into
+    micro-batches.
 
     The mask is None where nothing is padded, so that systems may take their unmasked kernels.
     """
@@ -119,4 +144,8 @@ def pack(sequences: Sequence[torch.Tensor], shape: Shape) -> Batch:
         mask[row, :used] = 1
     parts = (shape.num_micro_batches, shape.micro_batch_size, shape.seq_len)
     padded = bool((mask == 0).any())
-    return Batch(tokens=tokens.view(parts), labels=labels.view(parts), attention_mask=mask.view(parts) if padded else None)
+    return Batch(
+        tokens=tokens.view(parts),
+        labels=labels.view(parts),
+        attention_mask=mask.view(parts) if padded else None,
+    )

@@ -1,7 +1,7 @@
 """Where a number came from: machine, versions, commit.
 
-Invariant: reading it starts no CUDA context and imports no measured library, so the parent stays out of the
-cell's way; what cannot be read is None.
+Invariant: reading it starts no CUDA context and imports no measured library, so the parent stays
+out of the cell's way; what cannot be read is None.
 """
 
 from __future__ import annotations
@@ -32,19 +32,29 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 def cell_variables(process: Process | None = None) -> dict[str, str]:
     """Environment of every cell, unless the user's own says otherwise; and what `process` asks for.
 
-    Kernels compiled by one cell serve the next; and device memory grows in place, or the holes between blocks of unlike
-    sizes cost up to 12 GB of an H200.
+    Kernels compiled by one cell serve the next; and device memory grows in place, or the holes
+    between blocks of unlike sizes cost up to 12 GB of an H200.
     """
-    ours = {"TORCHINDUCTOR_CACHE_DIR": str(cache_directory() / "inductor"), "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    ours = {
+        "TORCHINDUCTOR_CACHE_DIR": str(cache_directory() / "inductor"),
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    }
     if "PYTORCH_CUDA_ALLOC_CONF" in os.environ:  # the older name of the same
         del ours["PYTORCH_ALLOC_CONF"]
-    asked = {"OMP_NUM_THREADS": str(process.omp_num_threads)} if process and process.omp_num_threads else {}
-    asked |= {"THP_MEM_ALLOC_ENABLE": "1"} if process and process.huge_pages else {}  # read by torch's CPU allocator
+    asked = (
+        {"OMP_NUM_THREADS": str(process.omp_num_threads)}
+        if process and process.omp_num_threads
+        else {}
+    )
+    asked |= (
+        {"THP_MEM_ALLOC_ENABLE": "1"} if process and process.huge_pages else {}
+    )  # read by torch's CPU allocator
     return {name: value for name, value in ours.items() if name not in os.environ} | asked
 
 
 def allocator() -> str | None:
-    """How torch's allocators are set in every cell: by `cell_variables`, or by the user's own environment in its place."""
+    """How torch's allocators are set in every cell: by `cell_variables`, or by the user's own
+    environment in its place."""
     known = {**os.environ, **cell_variables()}
     return known.get("PYTORCH_ALLOC_CONF", known.get("PYTORCH_CUDA_ALLOC_CONF"))
 
@@ -61,7 +71,8 @@ def cpu_model() -> str:
 
 
 def gpu() -> dict[str, Any]:
-    """Name and bytes of the first visible GPU and the number of visible ones; None and 0 without one."""
+    """Name and bytes of the first visible GPU and the number of visible ones; None and 0 without
+    one."""
     try:
         nvml, handle = nvml_device()
     except RuntimeError:
@@ -75,7 +86,8 @@ def gpu() -> dict[str, Any]:
 
 
 def boot() -> str | None:
-    """Eight hex digits that two rows share if one machine wrote both without a restart; a digest, so it names no host."""
+    """Eight hex digits that two rows share if one machine wrote both without a restart; a digest,
+    so it names no host."""
     try:
         return hashlib.sha256(BOOT_ID.read_text().strip().encode()).hexdigest()[:8]
     except OSError:
@@ -83,8 +95,11 @@ def boot() -> str | None:
 
 
 def machine(overrides: Machine, peaks: Mapping[str, float] | None) -> dict[str, Any]:
-    """The `machine` field of a row, with the `peaks` of sweeps.ceilings; a CPU cell names no GPU, whatever the machine holds."""
-    card: dict[str, Any] = gpu() if overrides.device == "cuda" else {"gpu": None, "num_gpus": 0, "device_bytes": None}
+    """The `machine` field of a row, with the `peaks` of sweeps.ceilings; a CPU cell names no GPU,
+    whatever the machine holds."""
+    card: dict[str, Any] = (
+        gpu() if overrides.device == "cuda" else {"gpu": None, "num_gpus": 0, "device_bytes": None}
+    )
     if overrides.device_bytes is not None:
         card["device_bytes"] = overrides.device_bytes
     return {
@@ -100,14 +115,16 @@ def machine(overrides: Machine, peaks: Mapping[str, float] | None) -> dict[str, 
 
 
 def kind(machine: Mapping[str, Any]) -> str:
-    """GPU (or cpu) and cores of a row's machine, `h200-16cores`: what a measurement depends on most, and no host's name."""
+    """GPU (or cpu) and cores of a row's machine, `h200-16cores`: what a measurement depends on
+    most, and no host's name."""
     gpu = str(machine.get("gpu") or "cpu").removeprefix("NVIDIA ")
     return f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}-{machine.get('num_cores')}cores"
 
 
 @lru_cache(maxsize=1)
 def versions() -> dict[str, str]:
-    """Versions of Python and of every package that can change a number; a missing package is left out."""
+    """Versions of Python and of every package that can change a number; a missing package is left
+    out."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -135,7 +152,9 @@ def _git(*arguments: str) -> str | None:
     known["GIT_CEILING_DIRECTORIES"] = str(ROOT.parent)
     command = ["git", "-C", str(ROOT), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=known)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=30, check=False, env=known
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -64,7 +64,8 @@ class Forecast:
         return [row for row in rows if row.model == cell.model.name]
 
     def seconds(self, cell: Cell) -> float | None:
-        """Seconds that the cell takes; those of its steps alone where no row tells what comes on top.
+        """Seconds that the cell takes; those of its steps alone where no row tells what comes on
+        top.
 
         0 where there is no room for it.
         """
@@ -124,7 +125,10 @@ class Forecast:
             return
         self.left.remove(planned)
         if self.left:
-            print(f"{len(self.left)} of {len(self.cells)} cells left; time left: {self.remaining()}", flush=True)
+            print(
+                f"{len(self.left)} of {len(self.cells)} cells left; time left: {self.remaining()}",
+                flush=True,
+            )
 
 
 def announce(cells: Sequence[Cell], outlooks: Mapping[str, Outlook], rows: Rows) -> Forecast:
@@ -158,7 +162,13 @@ def _likest(cell: Cell, rows: Sequence[Row]) -> Row | None:
 
 def duration(seconds: float) -> str:
     """45 s, 12 min, 3.4 h."""
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 120
+        else f"{seconds / 60:.0f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.1f} h"
+    )
 
 
 def settings(cells: Sequence[Cell]) -> list[str]:

@@ -1,8 +1,9 @@
-"""Host memory bandwidth by the simplest kernels that stream through it, and how anything that streams is timed.
+"""Host memory bandwidth by the simplest kernels that stream through it, and how anything that
+streams is timed.
 
-Invariant: kernels that are compared use the same threads and take turns, round after round, so that whatever else the
-machine does meets all alike. What a kernel walks through is far larger than the caches (0.5 GiB and more by default), and
-was first touched by torch's threads in parallel.
+Invariant: kernels that are compared use the same threads and take turns, round after round, so that
+whatever else the machine does meets all alike. What a kernel walks through is far larger than the
+caches (0.5 GiB and more by default), and was first touched by torch's threads in parallel.
 """
 
 from __future__ import annotations
@@ -58,20 +59,44 @@ def affordable(bytes_per_element: int, num_elements: int = NUM_ELEMENTS) -> int:
 
 
 def streams(num_elements: int, num_threads: int) -> list[Kernel]:
-    """The simplest kernels there are, fp32, 12 x `num_elements` bytes held; the fastest is the machine's ceiling.
+    """The simplest kernels there are, fp32, 12 x `num_elements` bytes held; the fastest is the
+    machine's ceiling.
 
-    A store to a line that is in no cache reads the line first (write-allocate), unless the library's stores bypass the
-    caches. So `c = a + b` moves 16 bytes an element and is credited with 12, and a copy moves 12 and is credited with 8.
-    The kernels in place have to read what they write, as AdamW has, and lose nothing. Torch's have one or two arrays in
-    hand at once; the native one walks through four as the engine's AdamW does (left out where there is no compiler).
+    A store to a line that is in no cache reads the line first (write-allocate), unless the
+    library's stores bypass the caches. So `c = a + b` moves 16 bytes an element and is credited
+    with 12, and a copy moves 12 and is credited with 8. The kernels in place have to read what they
+    write, as AdamW has, and lose nothing. Torch's have one or two arrays in hand at once; the
+    native one walks through four as the engine's AdamW does (left out where there is no compiler).
     """
-    whole = torch.empty(3 * (num_elements // 4 * 4)).fill_(1.0)  # in thirds for torch, in quarters for the native one
+    whole = torch.empty(3 * (num_elements // 4 * 4)).fill_(
+        1.0
+    )  # in thirds for torch, in quarters for the native one
     a, b, c = whole.chunk(3)
     kernels = [
-        Kernel(name="a *= s", bytes_per_element=8, run=lambda: whole.mul_(1.0), updated=[whole], passed=[]),
-        Kernel(name="a += s * b", bytes_per_element=12, run=lambda: a.add_(b, alpha=0.5), updated=[a], passed=[b]),
-        Kernel(name="c = b", bytes_per_element=8, run=lambda: c.copy_(b), updated=[], passed=[b, c]),
-        Kernel(name="c = a + b", bytes_per_element=12, run=lambda: torch.add(a, b, out=c), updated=[], passed=[a, b, c]),
+        Kernel(
+            name="a *= s",
+            bytes_per_element=8,
+            run=lambda: whole.mul_(1.0),
+            updated=[whole],
+            passed=[],
+        ),
+        Kernel(
+            name="a += s * b",
+            bytes_per_element=12,
+            run=lambda: a.add_(b, alpha=0.5),
+            updated=[a],
+            passed=[b],
+        ),
+        Kernel(
+            name="c = b", bytes_per_element=8, run=lambda: c.copy_(b), updated=[], passed=[b, c]
+        ),
+        Kernel(
+            name="c = a + b",
+            bytes_per_element=12,
+            run=lambda: torch.add(a, b, out=c),
+            updated=[],
+            passed=[a, b, c],
+        ),
     ]
     with contextlib.suppress(KernelError):
         library = native()
@@ -87,17 +112,24 @@ def streams(num_elements: int, num_threads: int) -> list[Kernel]:
     return kernels
 
 
-def scale_four(library: ctypes.CDLL, arrays: Sequence[torch.Tensor], factor: float, *, num_threads: int) -> Callable[[], object]:
+def scale_four(
+    library: ctypes.CDLL, arrays: Sequence[torch.Tensor], factor: float, *, num_threads: int
+) -> Callable[[], object]:
     """The native kernel on four fp32 arrays of one length, in place."""
     pointers = [ctypes.c_void_p(array.data_ptr()) for array in arrays]
-    numel, scale, threads = ctypes.c_int64(arrays[0].numel()), ctypes.c_float(factor), ctypes.c_int(num_threads)
+    numel, scale, threads = (
+        ctypes.c_int64(arrays[0].numel()),
+        ctypes.c_float(factor),
+        ctypes.c_int(num_threads),
+    )
     return lambda: library.scale_four(numel, *pointers, scale, threads)
 
 
 def in_turns(kernels: Sequence[Kernel], rounds: int = ROUNDS) -> list[Speed]:
     """Median speed of each over `rounds`. A turn is two runs, of which the second counts.
 
-    The first wakes the kernel's own threads and outlasts the others', which spin for milliseconds before they sleep.
+    The first wakes the kernel's own threads and outlasts the others', which spin for milliseconds
+    before they sleep.
     """
     seconds: list[list[float]] = [[] for _ in kernels]
     for _ in range(rounds):
@@ -106,11 +138,16 @@ def in_turns(kernels: Sequence[Kernel], rounds: int = ROUNDS) -> list[Speed]:
             started = time.perf_counter()
             kernel.run()
             samples.append(time.perf_counter() - started)
-    return [_speed(kernel, statistics.median(samples)) for kernel, samples in zip(kernels, seconds, strict=True)]
+    return [
+        _speed(kernel, statistics.median(samples))
+        for kernel, samples in zip(kernels, seconds, strict=True)
+    ]
 
 
 def _speed(kernel: Kernel, seconds: float) -> Speed:
     num_elements = [*kernel.updated, *kernel.passed][0].numel()
     rate = num_elements / seconds / 1e9
     size = kernel.bytes_per_element
-    return Speed(name=kernel.name, bytes_per_element=size, g_elements_per_s=rate, gb_per_s=rate * size)
+    return Speed(
+        name=kernel.name, bytes_per_element=size, g_elements_per_s=rate, gb_per_s=rate * size
+    )

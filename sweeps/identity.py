@@ -1,4 +1,5 @@
-"""What a cell is known by: the part of a composed config that can change a measurement, as a digest.
+"""What a cell is known by: the part of a composed config that can change a measurement, as a
+digest.
 
 Invariant: the digests of rows stand. A setting that is as good as not there leaves a digest as it
 was; a field that moved or is gone is hashed as it was first written.
@@ -21,7 +22,8 @@ UNHASHED_MEASURE = ("timeout_s", "repeated", "stop_below", "heldout_tokens")
 KEPT = "kept"
 """Word of the preset of a rival that keeps activations instead of recomputing every layer."""
 FALLBACK = "torch_adamw"
-"""The engine's option that runs a slower part in place of its own. A cell with it is never ranked."""
+"""The engine's option that runs a slower part in place of its own. A cell with it is never
+ranked."""
 IMPLEMENTATION = "implementation"
 """The field of a system that says where its code is, which its name stands for."""
 NEUTRAL = ("num_micro_batches", "omp_num_threads", "huge_pages", "numactl", FALLBACK)
@@ -51,8 +53,8 @@ RETIRED: Mapping[str, Mapping[str, Any]] = {
     "published_megatrain": {"checkout": None},
     "megatrain": {"num_threads": 0, "poison": False},
 }
-"""System -> knobs that no row ever had at another value. They are gone from the config, and are hashed
-all the same."""
+"""System -> knobs that no row ever had at another value. They are gone from the config, and are
+hashed all the same."""
 RETIRED_DATA = {"source": "stdlib"}
 
 
@@ -86,7 +88,9 @@ def current(config: Mapping[str, Any]) -> dict[str, Any]:
     if "process" in config:
         return dict(config)
     groups: dict[str, Any] = {"process": {}}
-    groups |= {name: dict(value) if isinstance(value, Mapping) else value for name, value in config.items()}
+    groups |= {
+        name: dict(value) if isinstance(value, Mapping) else value for name, value in config.items()
+    }
     for old, new in MOVED.items():
         (group, name), (place, field) = old.split("."), new.split(".")
         value = groups.get(group, {}).pop(name, None)
@@ -114,9 +118,15 @@ def in_force(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def effective(system: Mapping[str, Any]) -> dict[str, Any]:
     """A system's settings without those that are as good as not there."""
-    rival = system.get("name") != "megatrain"  # and recomputed every layer before it could keep some
+    rival = (
+        system.get("name") != "megatrain"
+    )  # and recomputed every layer before it could keep some
     neutral = (*NEUTRAL, "keep_activations") if rival else NEUTRAL
-    return {name: value for name, value in system.items() if name != IMPLEMENTATION and (value or name not in neutral)}
+    return {
+        name: value
+        for name, value in system.items()
+        if name != IMPLEMENTATION and (value or name not in neutral)
+    }
 
 
 def identity(config: Mapping[str, Any]) -> str:
@@ -149,16 +159,21 @@ def label(system: Any) -> Any:
 
 
 def published(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config as its row has it: without this machine's paths, but for the output folder's name."""
+    """The config as its row has it: without this machine's paths, but for the output folder's
+    name."""
     kept = {name: value for name, value in config.items() if name != "time_limit_s"}
     kept["output_dir"] = Path(config["output_dir"]).name
-    kept["machine"] = {name: value for name, value in config["machine"].items() if name not in PATHS}
+    kept["machine"] = {
+        name: value for name, value in config["machine"].items() if name not in PATHS
+    }
     return kept
 
 
 def digest(value: Any) -> str:
     """Twelve hex digits."""
-    return hashlib.sha256(json.dumps(_keyed(value), sort_keys=True, default=str).encode()).hexdigest()[:12]
+    return hashlib.sha256(
+        json.dumps(_keyed(value), sort_keys=True, default=str).encode()
+    ).hexdigest()[:12]
 
 
 def file_id(path: Path) -> str:
@@ -173,8 +188,16 @@ def configuration(config: Mapping[str, Any]) -> str:
 
 def comparison_key(config: Mapping[str, Any]) -> str:
     """Digest of what two cells share whose losses are comparable: not the knobs, not the timing."""
-    shared = {name: value for name, value in hashed(config).items() if name not in ("system", "measure")}
-    return digest({**shared, "machine": {"device": config["machine"]["device"]}, "dtype": config["system"]["dtype"]})
+    shared = {
+        name: value for name, value in hashed(config).items() if name not in ("system", "measure")
+    }
+    return digest(
+        {
+            **shared,
+            "machine": {"device": config["machine"]["device"]},
+            "dtype": config["system"]["dtype"],
+        }
+    )
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -73,7 +73,9 @@ def run_isolated(
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     started, outcome = time.monotonic(), Outcome()
-    kept = Kept([*wrapper, sys.executable, "-m", module], config, log, {**os.environ, **(env or {})})
+    kept = Kept(
+        [*wrapper, sys.executable, "-m", module], config, log, {**os.environ, **(env or {})}
+    )
     try:
         sampler = Sampler(kept.pid, device)
         outcome.timed_out = _watch(kept, sampler, outcome, on_event, started + timeout_s)
@@ -88,9 +90,12 @@ def run_isolated(
 
 
 class Kept:
-    """A cell that was started under a keeper: its pid, and the end of the pipe that its events leave on."""
+    """A cell that was started under a keeper: its pid, and the end of the pipe that its events
+    leave on."""
 
-    def __init__(self, command: Sequence[str], config: Mapping[str, Any], log: Path, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str], config: Mapping[str, Any], log: Path, env: Mapping[str, str]
+    ) -> None:
         self._others = keeper.descendants()
         self._socket, theirs = socket.socketpair()
         self.events, pipe = os.pipe()
@@ -135,7 +140,8 @@ def _watch(
     on_event: Callable[[Event], None],
     deadline: float,
 ) -> bool:
-    """Pass events on and sample memory until the cell ends, or sends what is none; True when the deadline came first."""
+    """Pass events on and sample memory until the cell ends, or sends what is none; True when the
+    deadline came first."""
     buffer = b""
     with selectors.DefaultSelector() as selector:
         selector.register(kept.events, selectors.EVENT_READ)
@@ -162,7 +168,9 @@ def _watch(
     return False
 
 
-def _take(line: bytes, sampler: Sampler, outcome: Outcome, on_event: Callable[[Event], None]) -> bool:
+def _take(
+    line: bytes, sampler: Sampler, outcome: Outcome, on_event: Callable[[Event], None]
+) -> bool:
     """Pass one event on; False for what is none, which is the cell's failure."""
     try:
         event = event_of(line)
@@ -181,11 +189,18 @@ def _take(line: bytes, sampler: Sampler, outcome: Outcome, on_event: Callable[[E
 
 def _judge(outcome: Outcome, exit_code: int, timeout_s: float, log: Path) -> None:
     failed, invalid = outcome.last("failed"), outcome.last("invalid")
-    killed = f"killed after process.timeout_s = {timeout_s:g} s; raise it, or see {log}" if outcome.timed_out else ""
+    killed = (
+        f"killed after process.timeout_s = {timeout_s:g} s; raise it, or see {log}"
+        if outcome.timed_out
+        else ""
+    )
     measured = any(event["event"] == "losses" and event["seconds"] for event in outcome.events)
     if outcome.last("done") and measured:  # what failed later, a trace, costs no number
         later = failed["reason"] if failed else killed
-        outcome.status, outcome.reason = "ok", f"after the measurement: {later}" if later else outcome.reason
+        outcome.status, outcome.reason = (
+            "ok",
+            f"after the measurement: {later}" if later else outcome.reason,
+        )
     elif invalid:
         raise ValueError(invalid["reason"])
     elif failed:
@@ -199,7 +214,10 @@ def _judge(outcome: Outcome, exit_code: int, timeout_s: float, log: Path) -> Non
         )
     else:
         how = f"exit {exit_code}" if exit_code >= 0 else f"signal {_signal(-exit_code)}"
-        outcome.status, outcome.reason = "error", f"the cell ended with {how}: {tail(log)} (all of it in {log})"
+        outcome.status, outcome.reason = (
+            "error",
+            f"the cell ended with {how}: {tail(log)} (all of it in {log})",
+        )
 
 
 def _signal(number: int) -> str:
@@ -228,7 +246,9 @@ def verdict(error: BaseException) -> tuple[str, str]:
         return "unsupported", text
     if isinstance(error, ImportError) or "InvalidCxxCompiler" in f"{type(error).__name__} {text}":
         return "unsupported", f"not installed here, or without this: {type(error).__name__}: {text}"
-    if isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and "CUDA error: out of memory" in text):
+    if isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "CUDA error: out of memory" in text
+    ):
         return "oom_device", text.split(". If reserved")[0]
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
         return "oom_host", text or "MemoryError"

@@ -1,9 +1,10 @@
 """Stands between a study and a cell, and ends whatever the cell started when either of them ends.
 
-Invariant: when it has ended, no descendant of the cell is alive. Orphans (ninja's compilers, daemons
-in sessions of their own) become its children, so none can leave; a study that is killed closes its
-end of the socket, and the cell of a keeper that is killed dies with it. A cell of a study whose
-keeper was killed by hand may leave orphans, which `sweeps.isolate` ends in the same way.
+Invariant: when it has ended, no descendant of the cell is alive. Orphans (ninja's compilers,
+daemons in sessions of their own) become its children, so none can leave; a study that is killed
+closes its end of the socket, and the cell of a keeper that is killed dies with it. A cell of a
+study whose keeper was killed by hand may leave orphans, which `sweeps.isolate` ends in the same
+way.
 
 It starts with every cell, so it is a file of its own and needs the standard library alone.
 
@@ -36,7 +37,8 @@ def adopt_orphans(yes: bool) -> None:
 
 
 def descendants(besides: Collection[int] = ()) -> set[int]:
-    """What this process and its children started and nobody waited for; not `besides` and theirs."""
+    """What this process and its children started and nobody waited for; not `besides` and
+    theirs."""
     parents = {}
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:

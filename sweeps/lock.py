@@ -1,7 +1,8 @@
-"""One cell is measured by one process at a time: a lock in the output folder, which names its holder.
+"""One cell is measured by one process at a time: a lock in the output folder, which names its
+holder.
 
-Invariant: the kernel holds the lock and gives it up when its holder ends, however that ends; the file
-is there only so long, or until the next one takes it over from a holder that was killed.
+Invariant: the kernel holds the lock and gives it up when its holder ends, however that ends; the
+file is there only so long, or until the next one takes it over from a holder that was killed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Memory and pace seen from outside: PSS of a process tree, the device by NVML, the machine's limits.
+"""Memory and pace seen from outside: PSS of a process tree, the device by NVML, the machine's
+limits.
 
 Invariant: the measured process never measures itself, except for the peak of torch's allocator,
 which only it knows; and sampling backs off so that it takes at most two percent of one core.
@@ -18,11 +19,16 @@ from typing import Any, Protocol
 import psutil
 
 KINDS = ("Pss_Anon", "Pss_File", "Pss_Shmem")
-"""smaps_rollup's split of the proportional set size: private pages, mapped files, shared memory (gloo, pinned by some drivers)."""
-BUILDERS = frozenset(("as", "c++", "cc1plus", "cicc", "collect2", "g++", "ld", "ninja", "nvcc", "ptxas", "sh"))
-"""Descendants that compile an extension on its first use: gigabytes that are no part of training."""
+"""smaps_rollup's split of the proportional set size: private pages, mapped files, shared memory
+(gloo, pinned by some drivers)."""
+BUILDERS = frozenset(
+    ("as", "c++", "cc1plus", "cicc", "collect2", "g++", "ld", "ninja", "nvcc", "ptxas", "sh")
+)
+"""Descendants that compile an extension on its first use: gigabytes that are no part of
+training."""
 IDLE_BYTES = 1 << 30
-"""The most that is in use on a device that nobody uses: what the driver keeps for itself is about half of it."""
+"""The most that is in use on a device that nobody uses: what the driver keeps for itself is about
+half of it."""
 PATIENCE_S = 5.0
 """Seconds in which what an earlier cell had started may leave the device."""
 BACKOFF = 50.0
@@ -42,7 +48,8 @@ THROTTLE_REASONS = (
 
 
 def pss(pid: int) -> dict[str, int]:
-    """Proportional set size of `pid` and its descendants, bytes by kind and in total; {} when the process is gone."""
+    """Proportional set size of `pid` and its descendants, bytes by kind and in total; {} when the
+    process is gone."""
     total: dict[str, int] = {}
     for process in _tree(pid):
         with contextlib.suppress(OSError):  # a process may end between the listing and the read
@@ -75,7 +82,8 @@ class Crowd:
             self.num_processes, f"{self.num_processes} others"
         )
         return (
-            f"the GPU was shared with {who}, {self.num_bytes:,} bytes of it in use beside this cell; end what runs there, or "
+            f"the GPU was shared with {who}, {self.num_bytes:,} bytes of it in use beside this "
+            "cell; end what runs there, or "
             "choose another one with CUDA_VISIBLE_DEVICES"
         )
 
@@ -110,7 +118,11 @@ def pace(looks: Sequence[Look]) -> Pace:
     bits = [look.reasons for look in looks if look.reasons is not None]
     energy = [(look.at_s, look.energy_mj) for look in looks if look.energy_mj is not None]
     seconds = energy[-1][0] - energy[0][0] if energy else 0.0
-    shares = {name: fmean(seen >> bit & 1 for seen in bits) for bit, name in enumerate(THROTTLE_REASONS) if bits}
+    shares = {
+        name: fmean(seen >> bit & 1 for seen in bits)
+        for bit, name in enumerate(THROTTLE_REASONS)
+        if bits
+    }
     return Pace(
         sm_mhz=fmean(clocks) if clocks else None,
         power_w=(energy[-1][1] - energy[0][1]) / 1e3 / seconds if seconds else None,
@@ -148,7 +160,8 @@ class NoDevice:
 
 
 class Nvml:
-    """NVML's view of the first visible device; bytes that others held before the cell are not counted in its samples."""
+    """NVML's view of the first visible device; bytes that others held before the cell are not
+    counted in its samples."""
 
     def __init__(self) -> None:
         self._nvml, self._handle = nvml_device()
@@ -174,15 +187,21 @@ class Nvml:
             return None
 
     def sample(self, pid: int) -> int | None:
-        """Bytes of the process tree, or the growth of the device's use where pids are hidden (containers)."""
+        """Bytes of the process tree, or the growth of the device's use where pids are hidden
+        (containers)."""
         tree = set(_tree(pid))
-        mine = [item.usedGpuMemory for item in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle) if item.pid in tree]
+        mine = [
+            item.usedGpuMemory
+            for item in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
+            if item.pid in tree
+        ]
         if mine and all(item is not None for item in mine):
             return int(sum(mine))
         return max(0, self._used() - self._before)
 
     def crowd(self) -> Crowd | None:
-        """Who is there after PATIENCE_S, in which an earlier cell may let go; what is in use then is not the next one's."""
+        """Who is there after PATIENCE_S, in which an earlier cell may let go; what is in use then
+        is not the next one's."""
         deadline = time.monotonic() + PATIENCE_S
         while (found := self._crowd()) is not None and time.monotonic() < deadline:
             time.sleep(PATIENCE_S / 20)
@@ -195,7 +214,11 @@ class Nvml:
         except self._nvml.NVMLError:  # this card does not tell
             running = []
         others, used = {item.pid for item in running} - {os.getpid()}, self._used()
-        return Crowd(num_bytes=used, num_processes=len(others)) if others or used > IDLE_BYTES else None
+        return (
+            Crowd(num_bytes=used, num_processes=len(others))
+            if others or used > IDLE_BYTES
+            else None
+        )
 
 
 def nvml_device() -> tuple[Any, Any]:
@@ -225,7 +248,8 @@ def device_sampler(device: str) -> DeviceSampler:
 
 
 class Sampler:
-    """Peaks of one process tree, and the pace of the device; call `poll` often, it samples when one is due."""
+    """Peaks of one process tree, and the pace of the device; call `poll` often, it samples when one
+    is due."""
 
     def __init__(self, pid: int, device: DeviceSampler, interval_s: float = 0.1) -> None:
         self.peak_host: dict[str, int] = {}
@@ -238,7 +262,8 @@ class Sampler:
         self._watching, self._look_due = False, 0.0
 
     def hurry(self) -> None:
-        """Make a sample due: the tree has come to its full size, and a short run may end before the next one would be."""
+        """Make a sample due: the tree has come to its full size, and a short run may end before the
+        next one would be."""
         self._due = 0.0
 
     def watch_pace(self) -> None:
@@ -247,7 +272,11 @@ class Sampler:
 
     def _look(self) -> None:
         started = time.monotonic()
-        if self._watching and started >= self._look_due and (seen := self._device.look()) is not None:
+        if (
+            self._watching
+            and started >= self._look_due
+            and (seen := self._device.look()) is not None
+        ):
             self.looks.append(seen)
             finished = time.monotonic()
             self._look_due = finished + max(self._interval_s, BACKOFF * (finished - started))
@@ -275,7 +304,11 @@ def _cgroup_limits() -> Iterator[int]:
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             v1 = "memory" in controllers.split(",")
-            top, name = (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes") if v1 else (Path("/sys/fs/cgroup"), "memory.max")
+            top, name = (
+                (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes")
+                if v1
+                else (Path("/sys/fs/cgroup"), "memory.max")
+            )
             folder = top / path.lstrip("/")
             for parent in (folder, *folder.parents):
                 with contextlib.suppress(OSError, ValueError):

@@ -47,7 +47,8 @@ class Outlook:
     """What is known of a cell before it runs."""
 
     events: Sequence[Event]
-    """What the cell would say of it: `plan`, and `predicted` where the cost model knows its step."""
+    """What the cell would say of it: `plan`, and `predicted` where the cost model knows its
+    step."""
     refusal: str | None
     """Why there is no room for it, one line; None where there is."""
 
@@ -103,7 +104,9 @@ def outlook_of(system: Any, cell: Cell) -> Outlook:
             "dtypes": system.dtypes(),
             "caveat": getattr(system, "caveat", None),
             "num_params": num_params,
-            "flops_per_token": flops.per_token(config_of(cell.model), num_params, cell.shape.seq_len),
+            "flops_per_token": flops.per_token(
+                config_of(cell.model), num_params, cell.shape.seq_len
+            ),
             "tokens_per_step": cell.shape.num_tokens,
         }
     ]
@@ -137,7 +140,8 @@ def refusal_of(plan: Plan, cell: Cell, share: float = 1.0) -> str | None:
         has = machine[f"{kind}_bytes"]
         if has is not None and needed > share * has:
             return (
-                f"model: got {cell.model.name}, which needs {needed:,} bytes of {kind} memory, allowed "
+                f"model: got {cell.model.name}, which needs {needed:,} bytes of {kind} memory, "
+                "allowed "
                 f"{has:,}; choose a smaller model or shape, or set machine.{kind}_bytes if the "
                 "machine has more"
             )

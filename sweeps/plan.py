@@ -3,8 +3,8 @@
 Invariant: the bytes are those that a cell is refused by, and the timeline is the engine's own
 schedule at the machine's rates, so the picture cannot say what the engine would not do.
 
-    python -m sweeps.plan model=qwen2.5-7b system=megatrain_fast              # this machine; rates are probed on its GPU
-    python -m sweeps.plan model=qwen2.5-32b system=megatrain_fast +rates=h200_64cores      # a machine that is not here
+    python -m sweeps.plan model=qwen2.5-7b system=megatrain_fast     # rates are probed on this GPU
+    python -m sweeps.plan model=qwen2.5-32b system=megatrain_fast +rates=h200_64cores   # elsewhere
 """
 
 from __future__ import annotations
@@ -31,7 +31,14 @@ from sweeps.outlook import built, outlook_of
 WIDTH = 60
 """Characters of a bar."""
 SHADES = " ░▒▓█"
-LANES = (("compute", "compute"), ("h2d", "load"), ("d2h", "store"), ("fetch", "fetch"), ("copy", "copies"), ("cpu", "CPU AdamW"))
+LANES = (
+    ("compute", "compute"),
+    ("h2d", "load"),
+    ("d2h", "store"),
+    ("fetch", "fetch"),
+    ("copy", "copies"),
+    ("cpu", "CPU AdamW"),
+)
 """Lane -> what it is called, in the order in which they are drawn."""
 NEEDED = {"machine": ("device_bytes", "host_bytes"), "recipe": ("total_steps",), "model": ("name",)}
 """Fields that are read before the config is checked, where rates are given."""
@@ -42,12 +49,15 @@ MEMORY = ("device_memory", "host_memory")
 
 
 def compose_plan(overrides: Sequence[str]) -> tuple[Cell, Machine | None]:
-    """The cell that the command line names, and the machine, None for this one. ValueError, one line."""
+    """The cell that the command line names, and the machine, None for this one. ValueError, one
+    line."""
     _check_single(overrides)
     elsewhere = any(item.lstrip("+").startswith("rates=") for item in overrides)
     auto.register("cuda" if elsewhere else None)
     with initialize_config_dir(str(auto.CONF), version_base="1.3"):
-        plain: Any = OmegaConf.to_container(compose("config", list(overrides)), resolve=True, throw_on_missing=True)
+        plain: Any = OmegaConf.to_container(
+            compose("config", list(overrides)), resolve=True, throw_on_missing=True
+        )
     given = plain.pop("rates", None)
     if not given:
         return cell_from(auto.resolve(OmegaConf.create(plain))), None
@@ -57,29 +67,43 @@ def compose_plan(overrides: Sequence[str]) -> tuple[Cell, Machine | None]:
     _check_rates(given)
     plain["system"] = label(plain["system"])
     plain["machine"] |= {"device": "cuda"} | {
-        name: plain["machine"][name] or given[memory] for name, memory in zip(("device_bytes", "host_bytes"), MEMORY, strict=True)
+        name: plain["machine"][name] or given[memory]
+        for name, memory in zip(("device_bytes", "host_bytes"), MEMORY, strict=True)
     }
     if plain["recipe"]["total_steps"] is None:
         plain["recipe"]["total_steps"] = 1
     if plain["model"]["name"] == "auto":
-        raise ValueError("model: got 'auto', allowed the name of a model where rates are given; for example model=qwen2.5-7b")
-    rates = Rates(**{name: float(value) for name, value in given.items() if name not in (*MEMORY, "name")})
+        raise ValueError(
+            "model: got 'auto', allowed the name of a model where rates are given; for example "
+            "model=qwen2.5-7b"
+        )
+    rates = Rates(
+        **{name: float(value) for name, value in given.items() if name not in (*MEMORY, "name")}
+    )
     return cell_from(plain), Machine(
-        rates=rates, device_memory=int(plain["machine"]["device_bytes"]), host_memory=int(plain["machine"]["host_bytes"])
+        rates=rates,
+        device_memory=int(plain["machine"]["device_bytes"]),
+        host_memory=int(plain["machine"]["host_bytes"]),
     )
 
 
 def _check_single(overrides: Sequence[str]) -> None:
     flags = [item for item in overrides if item.startswith("-")]
     if flags:
-        raise ValueError(f"command line: got {flags[0]}, allowed key=value, for a plan is of one cell; remove it")
+        raise ValueError(
+            f"command line: got {flags[0]}, allowed key=value, for a plan is of one cell; remove it"
+        )
     for item in parse(overrides):
         if item.key_or_group == "tune":
-            raise ValueError(f"tune: got {item.value()!r}, allowed with sweeps.run, for a plan is of one cell; give system=NAME")
+            raise ValueError(
+                f"tune: got {item.value()!r}, allowed with sweeps.run, for a plan is of one cell; "
+                "give system=NAME"
+            )
         if item.is_sweep_override():
             got = item.get_value_string()
             raise ValueError(
-                f"{item.key_or_group}: got {got!r}, allowed one value, for a plan is of one cell; ask for one after the other"
+                f"{item.key_or_group}: got {got!r}, allowed one value, for a plan is of one cell; "
+                "ask for one after the other"
             )
 
 
@@ -88,34 +112,48 @@ def _check_rates(given: Mapping[str, Any]) -> None:
     require("rates.", given, allowed)
     for name, value in given.items():
         if name not in allowed:
-            raise ValueError(f"rates.{name}: got {value!r}, allowed fields {', '.join(allowed)}; remove it or correct its name")
+            raise ValueError(
+                f"rates.{name}: got {value!r}, allowed fields {', '.join(allowed)}; remove it or "
+                "correct its name"
+            )
         known = isinstance(value, (int, float)) and not isinstance(value, bool)
         if name != "name" and not (known and RATES[0] <= value <= RATES[1]):
-            raise ValueError(f"rates.{name}: got {value!r}, allowed a number from 1 to 1e24; see conf/rates for an example")
+            raise ValueError(
+                f"rates.{name}: got {value!r}, allowed a number from 1 to 1e24; see conf/rates for "
+                "an example"
+            )
 
 
 def memory_lines(kinds: Mapping[str, int], has: int | None) -> list[str]:
     """One bar a kind, the whole width being what the machine has (or, unknown, what is needed)."""
     total = sum(kinds.values())
     scale = max(total, has or 0, 1)
-    lines = [f"  {kind:<12} {size / 1e9:8.2f}  {'█' * round(WIDTH * size / scale)}" for kind, size in kinds.items() if size]
+    lines = [
+        f"  {kind:<12} {size / 1e9:8.2f}  {'█' * round(WIDTH * size / scale)}"
+        for kind, size in kinds.items()
+        if size
+    ]
     share = f" of {has / 1e9:.1f} GB, {total / has:.0%}" if has else " GB"
     return [*lines, f"  {'total':<12} {total / 1e9:8.2f}{share}"]
 
 
 def layer_map(engine: MegaTrain) -> list[str]:
-    """One letter a block: where its weights and optimizer state live, and whether its activations are kept."""
+    """One letter a block: where its weights and optimizer state live, and whether its activations
+    are kept."""
     letters = "".join(map(engine.blocks.letter, range(engine.blocks.num_blocks)))
     between = engine.blocks.checkpoint_interval
     every = f", an input kept every {between} layers" if between > 1 else ""
     return [
-        f"  {letters[0]} {letters[1:-1]} {letters[-1]}   (embed, {len(letters) - 2} layers, head{every})",
-        "  · streamed, recomputed   K activations kept   O offloaded   D weights and optimizer on the device   B D+K   P D+O",
+        f"  {letters[0]} {letters[1:-1]} {letters[-1]}   (embed, {len(letters) - 2} layers, "
+        f"head{every})",
+        "  · streamed, recomputed   K activations kept   O offloaded   D weights and optimizer on "
+        "the device   B D+K   P D+O",
     ]
 
 
 def timeline_lines(timeline: Timeline) -> list[str]:
-    """One row a lane: how busy it is in each sixtieth of the step, and the share hidden under the computation."""
+    """One row a lane: how busy it is in each sixtieth of the step, and the share hidden under the
+    computation."""
     lines = []
     for lane, name in LANES:
         busy = timeline.busy_s(lane)
@@ -124,8 +162,17 @@ def timeline_lines(timeline: Timeline) -> list[str]:
         cells = [0.0] * WIDTH
         width = timeline.step_s / WIDTH
         for item in timeline.intervals:
-            for index in range(int(item.start_s / width), min(WIDTH, int(item.end_s / width) + 1)) if item.lane == lane else ():
-                cells[index] += max(0.0, min(item.end_s, (index + 1) * width) - max(item.start_s, index * width)) / width
+            for index in (
+                range(int(item.start_s / width), min(WIDTH, int(item.end_s / width) + 1))
+                if item.lane == lane
+                else ()
+            ):
+                cells[index] += (
+                    max(
+                        0.0, min(item.end_s, (index + 1) * width) - max(item.start_s, index * width)
+                    )
+                    / width
+                )
         bar = "".join(SHADES[min(4, round(4 * share))] for share in cells)
         hidden = "" if lane == "compute" else f", {timeline.hidden_share(lane):.0%} hidden"
         lines.append(f"  {name:<10} {bar} {busy:7.3f} s{hidden}")
@@ -139,8 +186,18 @@ def report(cell: Cell, machine: Machine | None) -> list[str]:
     outlook, has = outlook_of(system, cell), environment.machine(cell.machine, None)
     num_params, shape = outlook.events[0]["num_params"], cell.shape
     lines = [
-        f"{cell.model.name} ({num_params / 1e9:.2f}B parameters), {shape.batch_size} x {shape.seq_len} tokens, "
-        + " ".join(filter(None, (cell.system, cell.options.get("preset"), "compiled" if cell.options.get("compile") else ""))),
+        f"{cell.model.name} ({num_params / 1e9:.2f}B parameters), {shape.batch_size} x "
+        f"{shape.seq_len} tokens, "
+        + " ".join(
+            filter(
+                None,
+                (
+                    cell.system,
+                    cell.options.get("preset"),
+                    "compiled" if cell.options.get("compile") else "",
+                ),
+            )
+        ),
         "",
         "device, GB",
         *memory_lines(outlook.plan["device"], has["device_bytes"]),
@@ -156,13 +213,18 @@ def report(cell: Cell, machine: Machine | None) -> list[str]:
         if outlook.prediction is not None:
             timeline = engine.predict()
             tokens_per_s = shape.num_tokens / timeline.step_s
-            num_steps, in_windows = cell.measure.steps_per_window, outlook.prediction["window_step_s"]
+            num_steps, in_windows = (
+                cell.measure.steps_per_window,
+                outlook.prediction["window_step_s"],
+            )
             lines += [
                 "",
-                f"predicted step {timeline.step_s:.3f} s: {tokens_per_s:,.0f} tokens/s, {6e-12 * num_params * tokens_per_s:.0f} "
+                f"predicted step {timeline.step_s:.3f} s: {tokens_per_s:,.0f} tokens/s, "
+                f"{6e-12 * num_params * tokens_per_s:.0f} "
                 f"TFLOPS 6P, at {rate_card(engine.rates)}",
                 *timeline_lines(timeline),
-                f"  {in_windows:.3f} s in windows of {num_steps} steps, as the bench measures: each waits for its last update",
+                f"  {in_windows:.3f} s in windows of {num_steps} steps, as the bench measures: "
+                "each waits for its last update",
             ]
     return [*lines, "", f"does not fit: {outlook.refusal}" if outlook.refusal else "fits"]
 
@@ -178,11 +240,15 @@ def rate_card(rates: Rates) -> str:
         "d2h_bytes": (lambda v: v / 1e9, "GB/s out"),
         "device_bytes": (lambda v: v / 1e9, "GB/s device memory"),
     }
-    return ", ".join(f"{scaled[name][0](value):.4g} {scaled[name][1]}" for name, value in dataclasses.asdict(rates).items())
+    return ", ".join(
+        f"{scaled[name][0](value):.4g} {scaled[name][1]}"
+        for name, value in dataclasses.asdict(rates).items()
+    )
 
 
 def main() -> int:
-    """Print the plan; 2 and one line where the command line is wrong or the system cannot run, 1 where there is no room."""
+    """Print the plan; 2 and one line where the command line is wrong or the system cannot run, 1
+    where there is no room."""
     mend_streams()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what it warns of is an error here
     try:

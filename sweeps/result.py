@@ -1,4 +1,5 @@
-"""The row: what one cell leaves behind, whatever happened to it, and the line of JSON that holds it.
+"""The row: what one cell leaves behind, whatever happened to it, and the line of JSON that holds
+it.
 
 Invariant: a row is written once and never edited; units are in the names, bytes are integers, and a
 number that is not known is None. Analysis imports this file, identity.py, runfile.py and
@@ -24,19 +25,31 @@ from sweeps.identity import comparison_key, configuration, identity
 SCHEMA_VERSION = 1
 BENCH_VERSION = 2
 """2: cells run with growing segments of device memory (sweeps.environment.cell_variables)."""
-STATUSES = ("ok", "oom_device", "oom_host", "timeout", "nonfinite", "unsupported", "wont_fit", "error")
-"""ok: measured. wont_fit: refused from `plan` before anything was allocated. oom_host: killed by SIGKILL, or MemoryError."""
+STATUSES = (
+    "ok",
+    "oom_device",
+    "oom_host",
+    "timeout",
+    "nonfinite",
+    "unsupported",
+    "wont_fit",
+    "error",
+)
+"""ok: measured. wont_fit: refused from `plan` before anything was allocated. oom_host: killed by
+SIGKILL, or MemoryError."""
 REFERENCE = "in_memory"
 """The system whose losses the others must agree with."""
 STAND_IN = "zero3"
-"""The reference where REFERENCE was not measured: an independent implementation with an fp32 master."""
+"""The reference where REFERENCE was not measured: an independent implementation with an fp32
+master."""
 STAND_IN_KEPT = "kept"
 """The one preset of it that may be: the same arithmetic, less recomputation."""
 HISTORY = ("losses", "step_s")
 """Fields of a row that are the history of its W&B run."""
 NO_ROOM = ("wont_fit", "oom_device", "oom_host")
 LOSS_TOLERANCE = 2e-3
-"""Largest absolute difference from the reference's losses, nats per token, at which a row `agrees`."""
+"""Largest absolute difference from the reference's losses, nats per token, at which a row
+`agrees`."""
 ENDING = 4096
 """Bytes by which a file of rows that grew is known again."""
 HOST_KINDS = ("weights", "master", "moments", "gradients", "staging")
@@ -60,70 +73,85 @@ class Row:
     preset: str | None = None
     num_params: int | None = None
     tokens_per_s: float | None = None
-    """Label tokens of the timed windows over their seconds; padding never counted. The primary figure."""
+    """Label tokens of the timed windows over their seconds; padding never counted. The primary
+    figure."""
     step_s: list[float] = field(default_factory=list)
     """Seconds a step, one entry a window (window seconds / steps in it)."""
     tflops_6p: float | None = None
     """6 x num_params x tokens_per_s / 1e12; recompute never counted."""
     tflops_6p_causal: float | None = None
-    """6P and the attention that a causal mask leaves (sweeps.flops); None where ambiguous, and in older rows."""
+    """6P and the attention that a causal mask leaves (sweeps.flops); None where ambiguous, and in
+    older rows."""
     tflops_paper: float | None = None
     """The paper's formula, 6P + 12 L h T; None where ambiguous, and in older rows."""
     mfu: float | None = None
     """tflops_6p over this machine's own measured matrix peak; None where no peak was measured."""
     mfu_sustained: float | None = None
-    """tflops_6p over what this machine's matrix products keep up for seconds; None where not measured, and in older rows."""
+    """tflops_6p over what this machine's matrix products keep up for seconds; None where not
+    measured, and in older rows."""
     mfu_datasheet: float | None = None
-    """tflops_6p over the data sheet's dense bf16 peak; None for an unknown GPU, and in older rows."""
+    """tflops_6p over the data sheet's dense bf16 peak; None for an unknown GPU, and in older
+    rows."""
     losses: list[float] = field(default_factory=list)
     """Loss of every step, warm-up included, in order."""
     heldout_loss: float | None = None
-    """Mean over the label tokens of measure.heldout_tokens of the held-out text, of the plain model with the trained parameters."""
+    """Mean over the label tokens of measure.heldout_tokens of the held-out text, of the plain model
+    with the trained parameters."""
     agrees: bool | None = None
-    """Largest |loss - reference loss| <= LOSS_TOLERANCE over the steps both ran; None without a reference row."""
+    """Largest |loss - reference loss| <= LOSS_TOLERANCE over the steps both ran; None without a
+    reference row."""
     max_loss_difference: float | None = None
     dtypes: dict[str, str] = field(default_factory=dict)
     caveat: str | None = None
-    """What the system does otherwise than the recipe asks, one line; None for the others and in rows older than the field."""
+    """What the system does otherwise than the recipe asks, one line; None for the others and in
+    rows older than the field."""
     peak_device_bytes: int | None = None
     """Peak of torch's allocator (allocated, not reserved)."""
     device_bytes: dict[str, int] = field(default_factory=dict)
-    """Device peaks as each observer saw them: allocated, reserved (torch), nvml (sampled from outside the process)."""
+    """Device peaks as each observer saw them: allocated, reserved (torch), nvml (sampled from
+    outside the process)."""
     crowd_device_bytes: int | None = None
-    """Device memory that was in use beside the cell, where others were there; None where nobody was, and in older rows."""
+    """Device memory that was in use beside the cell, where others were there; None where nobody
+    was, and in older rows."""
     sm_mhz: float | None = None
-    """Mean clock of the multiprocessors over the timed windows; this and the two below None where unknown, and in older rows."""
+    """Mean clock of the multiprocessors over the timed windows; this and the two below None where
+    unknown, and in older rows."""
     power_w: float | None = None
     """Mean power of the device over them, by its own count of energy."""
     throttle_reasons: dict[str, float] | None = None
-    """What held the clock down meanwhile, by NVML's names: share of the looks at it; {} where nothing did."""
+    """What held the clock down meanwhile, by NVML's names: share of the looks at it; {} where
+    nothing did."""
     peak_host_bytes: int | None = None
     """Peak PSS of the cell's process tree, sampled from outside it (pinned pages included)."""
     host_bytes: dict[str, int] = field(default_factory=dict)
-    """peak_host_bytes by what the kernel calls it: pss_anon_bytes, pss_file_bytes, pss_shmem_bytes."""
+    """peak_host_bytes by what the kernel calls it: pss_anon_bytes, pss_file_bytes,
+    pss_shmem_bytes."""
     host_split: dict[str, int] = field(default_factory=dict)
     """peak_host_bytes by what it is for (`host_split`), of a measured cell; empty in older rows."""
     plan: dict[str, Any] = field(default_factory=dict)
-    """{"device": {kind: bytes}, "host": {kind: bytes}} as predicted before the run; where a system predicts its step,
-    also step_s (steady), window_step_s (as the windows measure it, drains included) and the rates (a second) they follow from.
-    placement: where a system chose or was told what goes where, numbers of blocks and layers."""
+    """{"device": {kind: bytes}, "host": {kind: bytes}} as predicted before the run; where a system
+    predicts its step, also step_s (steady), window_step_s (as the windows measure it, drains
+    included) and the rates (a second) they follow from. placement: where a system chose or was told
+    what goes where, numbers of blocks and layers."""
     counters: dict[str, float] = field(default_factory=dict)
     """What the system counted over all steps."""
     window_counters: list[dict[str, float]] = field(default_factory=list)
     """The same of each window alone, in the order of step_s; empty in older rows."""
     machine: dict[str, Any] = field(default_factory=dict)
-    """gpu, num_gpus, device_bytes, cpu, num_cores, host_bytes, boot, matrix_peak_tflops, matrix_sustained_tflops, datasheet_tflops.
-    boot: eight hex digits, the same in rows of one machine between two of its starts; None where unreadable. Older rows lack it,
-    and matrix_sustained_tflops."""
+    """gpu, num_gpus, device_bytes, cpu, num_cores, host_bytes, boot, matrix_peak_tflops,
+    matrix_sustained_tflops, datasheet_tflops. boot: eight hex digits, the same in rows of one
+    machine between two of its starts; None where unreadable. Older rows lack it, and
+    matrix_sustained_tflops."""
     versions: dict[str, str] = field(default_factory=dict)
     allocator: str | None = None
-    """PYTORCH_ALLOC_CONF of the cell's process: the bench's, or the user's in its place; None in older rows."""
+    """PYTORCH_ALLOC_CONF of the cell's process: the bench's, or the user's in its place; None in
+    older rows."""
     git_commit: str | None = None
     started_at: str = ""
     """UTC, ISO 8601."""
     cell_s: float | None = None
-    """Seconds that the cell's process lived, setting up and what follows the measurement included; None where none was started,
-    and in older rows."""
+    """Seconds that the cell's process lived, setting up and what follows the measurement included;
+    None where none was started, and in older rows."""
     config: dict[str, Any] = field(default_factory=dict)
     """The composed config of the cell, as run."""
     schema_version: int = SCHEMA_VERSION
@@ -145,7 +173,11 @@ class Row:
     @cached_property
     def identity(self) -> str:
         """What the row's cell is known by; the cell's name where the row has no whole config."""
-        return identity(self.config) if {"system", "measure", "machine"} <= set(self.config) else self.cell
+        return (
+            identity(self.config)
+            if {"system", "measure", "machine"} <= set(self.config)
+            else self.cell
+        )
 
     def to_json(self) -> str:
         """One line of strict JSON (NaN and infinities become strings)."""
@@ -204,8 +236,12 @@ class Read:
         *lines, tail = data.split(b"\n")
         complete = data[: len(data) - len(tail)]
         numbered = list(enumerate([*lines, tail], self.num_lines + 1))
-        rows = [row_of_line(line, f"{path}: line {at}") for at, line in numbered[:-1] if line.strip()]
-        last = [row_of_line(line, f"{path}: line {at}") for at, line in numbered[-1:] if whole(line)]
+        rows = [
+            row_of_line(line, f"{path}: line {at}") for at, line in numbered[:-1] if line.strip()
+        ]
+        last = [
+            row_of_line(line, f"{path}: line {at}") for at, line in numbered[-1:] if whole(line)
+        ]
         return Read(
             stamp=stamp,
             rows=(*self.rows, *rows),
@@ -268,12 +304,16 @@ def _is_text(line: bytes, record: Any) -> bool:
     return True
 
 
-def host_split(plan: Mapping[str, Any], peak_host_bytes: int | None, *, on_gpu: bool) -> dict[str, int]:
-    """The observed host peak by kind: weights, master, moments, gradients as planned, staging, and other; {} without a peak.
+def host_split(
+    plan: Mapping[str, Any], peak_host_bytes: int | None, *, on_gpu: bool
+) -> dict[str, int]:
+    """The observed host peak by kind: weights, master, moments, gradients as planned, staging, and
+    other; {} without a peak.
 
-    staging: whatever else the plan names (pinned copies, activations). other: the observed peak, seen from outside the
-    process, less all of these: libraries, CUDA context, allocator. It is negative where a plan names more than was touched.
-    Without a GPU the host holds both shares of the plan.
+    staging: whatever else the plan names (pinned copies, activations). other: the observed peak,
+    seen from outside the process, less all of these: libraries, CUDA context, allocator. It is
+    negative where a plan names more than was touched. Without a GPU the host holds both shares of
+    the plan.
     """
     if peak_host_bytes is None or not (plan.get("host") or plan.get("device")):
         return {}
@@ -288,14 +328,18 @@ def host_split(plan: Mapping[str, Any], peak_host_bytes: int | None, *, on_gpu: 
 KINDS: dict[str, Any] = get_type_hints(Row)
 """The type of each field of a row."""
 REQUIRED = tuple(
-    one.name for one in dataclasses.fields(Row) if one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
+    one.name
+    for one in dataclasses.fields(Row)
+    if one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
 )
 INSIDE: dict[str, dict[str, Any]] = {
     "machine": {
         **dict.fromkeys(("gpu", "cpu", "boot"), str | None),
         **dict.fromkeys(("num_gpus", "num_cores"), int | None),
         **dict.fromkeys(("device_bytes", "host_bytes"), float | None),
-        **dict.fromkeys(("matrix_peak_tflops", "matrix_sustained_tflops", "datasheet_tflops"), float | None),
+        **dict.fromkeys(
+            ("matrix_peak_tflops", "matrix_sustained_tflops", "datasheet_tflops"), float | None
+        ),
     },
     "plan": {
         **dict.fromkeys(("device", "host", "placement"), dict[str, int]),
@@ -310,10 +354,13 @@ INSIDE: dict[str, dict[str, Any]] = {
     "config.measure": dict.fromkeys(("warmup_steps", "windows", "steps_per_window", "repeat"), int),
     "config.model": {"config": dict[str, Any]},
     "config.model.config": dict.fromkeys(("num_hidden_layers", "hidden_size"), int | None),
-    "config.system": {"dtype": str, **dict.fromkeys(("depth", "streams", "checkpoint_interval"), int | None)},
+    "config.system": {
+        "dtype": str,
+        **dict.fromkeys(("depth", "streams", "checkpoint_interval"), int | None),
+    },
 }
-"""What is known of the mappings in a row: of each by its path, the kinds of those keys that are read
-somewhere. Others are as they are."""
+"""What is known of the mappings in a row: of each by its path, the kinds of those keys that are
+read somewhere. Others are as they are."""
 CONFIG_HAS = ("config.system.dtype", "config.measure", "config.machine.device")
 """What cells are compared by: a row has it, unless it has no config at all."""
 LARGEST = 1 << 60
@@ -322,7 +369,14 @@ ANY_NUMBER = ("losses", "heldout_loss", "max_loss_difference")
 """Fields that may be negative, infinite or no number at all; the others are what was counted."""
 DIVISORS = ("batch_size", "seq_len", "num_micro_batches", "num_params", "tokens_per_s", "step_s")
 """Fields that are not zero either."""
-WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", list: "a list", dict: "a mapping"}
+WORDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    list: "a list",
+    dict: "a mapping",
+}
 
 
 def _row(record: Any, where: str) -> Row:
@@ -335,7 +389,9 @@ def _row(record: Any, where: str) -> Row:
         if fields.get("config") and lacking:
             raise ValueError(f"no {lacking[0]}, allowed a config with it or an empty one")
     except ValueError as error:
-        remedy = "remove that line and run the cell again, or read it with the version that wrote it"
+        remedy = (
+            "remove that line and run the cell again, or read it with the version that wrote it"
+        )
         raise ValueError(f"{where} has {error}; {remedy}") from None
     return Row(**fields)
 
@@ -345,11 +401,15 @@ def _fields(record: Any) -> dict[str, Any]:
         raise ValueError(f"no row, allowed schema_version {SCHEMA_VERSION}")
     version, status = record.get("schema_version"), record.get("status")
     if type(version) is not int or version != SCHEMA_VERSION:
-        raise ValueError(f"schema_version {_shown(version)}, allowed schema_version {SCHEMA_VERSION}")
+        raise ValueError(
+            f"schema_version {_shown(version)}, allowed schema_version {SCHEMA_VERSION}"
+        )
     if unknown := sorted(set(record) - set(KINDS)):
         raise ValueError(f"the field {_shown(unknown[0])}, allowed what this version knows")
     if status not in STATUSES:
-        raise ValueError(f"status {_shown(status)}, allowed what this version knows: {', '.join(STATUSES)}")
+        raise ValueError(
+            f"status {_shown(status)}, allowed what this version knows: {', '.join(STATUSES)}"
+        )
     if lacking := [name for name in REQUIRED if name not in record]:
         raise ValueError(f"no {lacking[0]}, allowed a row with {', '.join(REQUIRED)}")
     fields = {name: _taken(value, KINDS[name], name) for name, value in record.items()}
@@ -362,7 +422,8 @@ def _fields(record: Any) -> dict[str, Any]:
 
 
 def _taken(value: Any, kind: Any, name: str) -> Any:
-    """The value as that kind, floats made of the words that stand for them; ValueError where it is of another."""
+    """The value as that kind, floats made of the words that stand for them; ValueError where it is
+    of another."""
     if isinstance(kind, UnionType):  # all of them are `... | None`
         return None if value is None else _taken(value, get_args(kind)[0], name)
     outer, inner = get_origin(kind) or kind, get_args(kind)
@@ -380,7 +441,8 @@ def _taken(value: Any, kind: Any, name: str) -> Any:
 
 
 def _number(value: Any) -> float | None:
-    """A number of JSON, or what stands for one that strict JSON lacks: nan, inf, -inf, and as W&B writes them."""
+    """A number of JSON, or what stands for one that strict JSON lacks: nan, inf, -inf, and as W&B
+    writes them."""
     try:
         found = float(value) if type(value) in (int, float, str) else None
     except (ValueError, OverflowError):
@@ -391,7 +453,8 @@ def _number(value: Any) -> float | None:
 
 
 def _require_sense(name: str, value: Any) -> None:
-    """What was counted or timed is finite and not negative, and what others are divided by is not zero."""
+    """What was counted or timed is finite and not negative, and what others are divided by is not
+    zero."""
     if type(value) not in (int, float) or name in ANY_NUMBER:
         return
     if not (0 <= value < math.inf) or (not value and name in DIVISORS):
@@ -419,30 +482,44 @@ def _shown(value: Any) -> str:
 
 
 def history(row: Row) -> Iterator[tuple[int, dict[str, float]]]:
-    """What W&B gets as history, (step, values): the loss of every step; at a window's last step also its seconds and tokens/s."""
+    """What W&B gets as history, (step, values): the loss of every step; at a window's last step
+    also its seconds and tokens/s."""
     measure = row.config.get("measure", {})
     warmup, length = int(measure.get("warmup_steps", 0)), int(measure.get("steps_per_window", 1))
-    tokens = row.tokens_per_s * fmean(row.step_s) if row.tokens_per_s and row.step_s else None  # label tokens of a step
-    ends = {warmup + (number + 1) * length - 1: seconds for number, seconds in enumerate(row.step_s)}
+    tokens = (
+        row.tokens_per_s * fmean(row.step_s) if row.tokens_per_s and row.step_s else None
+    )  # label tokens of a step
+    ends = {
+        warmup + (number + 1) * length - 1: seconds for number, seconds in enumerate(row.step_s)
+    }
     for step in sorted({*range(len(row.losses)), *ends}):
         values = {"loss": row.losses[step]} if step < len(row.losses) else {}
         if step in ends:
-            values |= {"step_s": ends[step]} | ({"tokens_per_s": tokens / ends[step]} if tokens else {})
+            values |= {"step_s": ends[step]} | (
+                {"tokens_per_s": tokens / ends[step]} if tokens else {}
+            )
         yield step, values
 
 
 def packed(row: Row) -> str:
-    """The rest of the row, for W&B: one line of JSON, with the number of entries in place of what `history` yields."""
-    return json.dumps(json.loads(row.to_json()) | {name: len(getattr(row, name)) for name in HISTORY})
+    """The rest of the row, for W&B: one line of JSON, with the number of entries in place of what
+    `history` yields."""
+    return json.dumps(
+        json.loads(row.to_json()) | {name: len(getattr(row, name)) for name in HISTORY}
+    )
 
 
 def unpacked(text: str, steps: Iterable[Mapping[str, Any]], where: str) -> Row:
-    """The row again, from `packed` and the history (entries with a `_step`, in any order); ValueError where some are missing."""
+    """The row again, from `packed` and the history (entries with a `_step`, in any order);
+    ValueError where some are missing."""
     record, ordered = json.loads(text), sorted(steps, key=lambda entry: int(entry["_step"]))
     for name, key in zip(HISTORY, ("loss", "step_s"), strict=True):
         found = [entry[key] for entry in ordered if entry.get(key) is not None]
         if len(found) != record.get(name):
-            raise ValueError(f"{where} has {len(found)} of {record.get(name)} {name}: its writer was stopped; upload the row again")
+            raise ValueError(
+                f"{where} has {len(found)} of {record.get(name)} {name}: its writer was stopped; "
+                "upload the row again"
+            )
         record[name] = found
     return _row(record, where)
 
@@ -457,23 +534,33 @@ def compared(row: Row, rows: Sequence[Row], *, complete: bool = False) -> Row:
     """
     if row.status != "ok":
         return row
-    beside = [item for item in reversed(rows) if item.config and item.compared_with == row.compared_with]
-    refused = any(item.system == REFERENCE and item.preset is None and item.status in NO_ROOM for item in beside)
+    beside = [
+        item for item in reversed(rows) if item.config and item.compared_with == row.compared_with
+    ]
+    refused = any(
+        item.system == REFERENCE and item.preset is None and item.status in NO_ROOM
+        for item in beside
+    )
     kinds: list[tuple[str, str | None, bool]] = [(REFERENCE, None, False)]
     kinds += [(STAND_IN, None, False)] * (refused or complete)
     kinds += [(STAND_IN, None, True), (STAND_IN, STAND_IN_KEPT, True)] * complete
     measured = [item for item in (row, *beside) if item.status == "ok" and _kind(item) in kinds]
-    reference = min(measured, key=lambda item: (kinds.index(_kind(item)), _repeat(item)), default=None)
+    reference = min(
+        measured, key=lambda item: (kinds.index(_kind(item)), _repeat(item)), default=None
+    )
     if reference is row:
         return dataclasses.replace(row, agrees=True, max_loss_difference=0.0)
     if reference is None or not row.losses:
         return row
-    worst = max(abs(mine - theirs) for mine, theirs in zip(row.losses, reference.losses, strict=False))
+    worst = max(
+        abs(mine - theirs) for mine, theirs in zip(row.losses, reference.losses, strict=False)
+    )
     return dataclasses.replace(row, agrees=worst <= LOSS_TOLERANCE, max_loss_difference=worst)
 
 
 def _kind(row: Row) -> tuple[str, str | None, bool]:
-    """What decides whether others may be held against the row: system, preset, whether it is compiled."""
+    """What decides whether others may be held against the row: system, preset, whether it is
+    compiled."""
     return row.system, row.preset, is_compiled(row)
 
 

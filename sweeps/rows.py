@@ -36,7 +36,8 @@ class Rows:
         self._files = dict[Path, Read]()
 
     def of(self, cell: Cell) -> list[Row]:
-        """The rows of the cell's file; none where there is no file yet. ValueError as `read_rows`."""
+        """The rows of the cell's file; none where there is no file yet. ValueError as
+        `read_rows`."""
         path = cell.rows_path
         if not path.exists():
             return []

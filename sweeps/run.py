@@ -1,4 +1,5 @@
-"""The bench: composes cells, has each measured, reports. Hydra's flags, launchers and sweepers work.
+"""The bench: composes cells, has each measured, reports. Hydra's flags, launchers and sweepers
+work.
 
 Invariant: every cell of a sweep is composed and checked before the first one runs, its system's own
 options too; what a user can get wrong ends in one line on stderr and exit code 2
@@ -62,7 +63,9 @@ def _job(cfg: DictConfig, session: Session) -> float:
     except USER_ERRORS as error:
         if _full_error():
             raise
-        if choices.get("tune") and isinstance(error, ValueError):  # two knobs that do not go together
+        if choices.get("tune") and isinstance(
+            error, ValueError
+        ):  # two knobs that do not go together
             print(f"refused: {one_line(error)}", flush=True)
             return 0.0
         fail(error)  # SystemExit passes Hydra, which would run the other jobs before it raised this
@@ -75,7 +78,10 @@ def _full_error() -> bool:
 def _require_report() -> None:
     for package in REPORTED_WITH:
         if importlib.util.find_spec(package) is None:
-            raise ValueError(f"command line: got no package {package}, allowed with it, for the report; run pip install -e .")
+            raise ValueError(
+                f"command line: got no package {package}, allowed with it, for the report; run pip "
+                "install -e ."
+            )
 
 
 def fail(error: BaseException) -> NoReturn:

@@ -1,4 +1,5 @@
-"""One W&B run back from its file: what sweeps.upload holds against the row, and analysis.runs loads.
+"""One W&B run back from its file: what sweeps.upload holds against the row, and analysis.runs
+loads.
 
 Invariant: a run that lacks a part is a ValueError of one line that names the file, never a shorter
 curve.
@@ -18,7 +19,8 @@ from typing import Any, NamedTuple
 from sweeps.result import Row, unpacked
 
 AGAIN = (
-    "make it again from the JSONL, which has every row: python -m sweeps.upload ROWS (where that is "
+    "make it again from the JSONL, which has every row: python -m sweeps.upload ROWS (where that "
+    "is "
     "lost, move the run's folder away)"
 )
 
@@ -40,7 +42,9 @@ def read(file: Path) -> Tagged:
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
     with tempfile.TemporaryDirectory() as folder:  # the command leaves a log in TMPDIR
         quiet = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "TMPDIR": folder}
-        done = subprocess.run(command, capture_output=True, env=quiet, stdin=subprocess.DEVNULL, check=False)
+        done = subprocess.run(
+            command, capture_output=True, env=quiet, stdin=subprocess.DEVNULL, check=False
+        )
     config: dict[str, Any] = {}
     steps = []
     try:
@@ -68,4 +72,6 @@ def tagged(config: Mapping[str, Any], steps: Iterable[Mapping[str, Any]], where:
     except (KeyError, TypeError, AttributeError, AssertionError) as error:
         detail = " ".join(str(error).split())
         allowed = "what sweeps.upload wrote"
-        raise ValueError(f"{where}: got no row of this bench ({detail}), allowed {allowed}; {AGAIN}") from None
+        raise ValueError(
+            f"{where}: got no row of this bench ({detail}), allowed {allowed}; {AGAIN}"
+        ) from None

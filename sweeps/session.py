@@ -39,7 +39,8 @@ class Session:
         """The cells of this command, in order; none under other sweepers."""
         self.forecast = forecast.Forecast([], {}, self.rows)
         self._outlooks: dict[str, Outlook] = {}
-        """What is known of the cells before they run, by hash; those without room need no process."""
+        """What is known of the cells before they run, by hash; those without room need no
+        process."""
         self._late: list[Cell] = []
         """Cells that the time limit left out or stopped."""
 

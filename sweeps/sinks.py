@@ -104,7 +104,8 @@ class Console:
         """Show which cell."""
         cell, self._started = self._cell, time.monotonic()
         self._terminal.print(
-            f"{self._label} {cell.system}: {cell.model.name} {cell.dtype}, {cell.shape.batch_size} x "
+            f"{self._label} {cell.system}: {cell.model.name} {cell.dtype}, {cell.shape.batch_size} "
+            "x "
             f"{cell.shape.seq_len} tokens, {cell.measure.num_steps} steps on {cell.machine.device}"
         )
         if self._terminal.is_terminal:
@@ -136,7 +137,8 @@ class Console:
             None: "no reference",
         }[row.agrees]
         self._terminal.print(
-            f"  ok: {row.tokens_per_s:,.0f} tokens/s, loss {row.losses[0]:.4f} to {row.losses[-1]:.4f}, {agrees} ({took})"
+            f"  ok: {row.tokens_per_s:,.0f} tokens/s, loss {row.losses[0]:.4f} to "
+            f"{row.losses[-1]:.4f}, {agrees} ({took})"
         )
         if row.reason:
             self._terminal.print(f"  {row.reason}", markup=False)

@@ -56,7 +56,8 @@ def run_cell(
 
     def waiting(holder: str) -> None:
         print(
-            f"{label} {cell.system}: {cell.hash} is being measured by {holder}; waiting for its row",
+            f"{label} {cell.system}: {cell.hash} is "
+            f"being measured by {holder}; waiting for its row",
             flush=True,
         )
 
@@ -94,8 +95,9 @@ def _is_mirrored(known: Row, cell: Cell) -> bool:
 def _taken(known: Row, cell: Cell, rows: Rows) -> Row:
     """A row that stands, under the name of this study, and mirrored.
 
-    A row of another study or preset in the same folder is written as the cell's; when and how it was
-    measured stays in it. A row whose writer was stopped before the mirror had it is mirrored now.
+    A row of another study or preset in the same folder is written as the cell's; when and how it
+    was measured stays in it. A row whose writer was stopped before the mirror had it is mirrored
+    now.
     """
     if rows.is_labelled(known, cell):
         if not _is_mirrored(known, cell):
@@ -135,7 +137,9 @@ def _measured(cell: Cell, label: str, rows: Rows, deadline: float, refused: Outc
     return row
 
 
-def _run(cell: Cell, rows: Rows, on_event: Callable[[Event], None], deadline: float) -> tuple[Outcome, dict[str, Any]]:
+def _run(
+    cell: Cell, rows: Rows, on_event: Callable[[Event], None], deadline: float
+) -> tuple[Outcome, dict[str, Any]]:
     """What became of the cell in a process of its own, and the machine that it ran on."""
     log = cell.output_dir / "logs" / f"{cell.system}-{cell.hash}.log"
     device = device_sampler(cell.machine.device)
@@ -190,7 +194,12 @@ def known_rates(cell: Cell, rows: Rows) -> dict[str, float] | None:
         return None
     for row in rows.of(cell):
         mine = (row.system, row.machine.get("boot"), row.git_commit) == (cell.system, here, commit)
-        if mine and row.config and "rates" in row.plan and _probing(row.config) == _probing(cell.config):
+        if (
+            mine
+            and row.config
+            and "rates" in row.plan
+            and _probing(row.config) == _probing(cell.config)
+        ):
             return dict(row.plan["rates"])
     return None
 

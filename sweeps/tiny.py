@@ -66,7 +66,12 @@ _INDEXER = {
 _NARROW = {"num_attention_heads": 2, "num_key_value_heads": 2}
 _NARROW_LAYERS = {
     "head_dim": 16,
-    "layer_types": ["indexed_attention", "indexed_attention", "sliding_attention", "sliding_attention"],
+    "layer_types": [
+        "indexed_attention",
+        "indexed_attention",
+        "sliding_attention",
+        "sliding_attention",
+    ],
     "per_layer_config": {2: _NARROW, 3: _NARROW},
 }
 NEEDS: Mapping[str, Mapping[str, Any]] = {
@@ -74,7 +79,9 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE},
     },
-    "deepseek_v4": {"layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"] * 2},
+    "deepseek_v4": {
+        "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"] * 2
+    },
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4},
     "dots3_note": {"text_config": _NARROW_LAYERS},
     "dots3_note_text": _NARROW_LAYERS,

@@ -10,7 +10,8 @@ there.
     python -m sweeps.run +tune=zero3 model=qwen2.5-14b shape=b32x1024
     python -m sweeps.run system=tuned/zero3-h200-64cores model=qwen2.5-14b shape=b32x1024
 
-Trials are cells like any other: stopped and started again, a search repeats none that has its number (its sampler is seeded).
+Trials are cells like any other: stopped and started again, a search repeats none that has its
+number (its sampler is seeded).
 """
 
 from __future__ import annotations
@@ -38,17 +39,22 @@ TUNED = auto.CONF / "system" / "tuned"
 
 
 def require(overrides: Sequence[str]) -> None:
-    """ValueError where a search is asked for without the packages it needs, or with a mode, which its trials choose."""
+    """ValueError where a search is asked for without the packages it needs, or with a mode, which
+    its trials choose."""
     asked = [override for override in overrides if override.lstrip("+").startswith("tune=")]
     if asked and importlib.util.find_spec(PLUGIN) is None:
         raise ValueError(
-            f"tune: got {asked[-1].partition('=')[2]!r}, allowed where hydra-optuna-sweeper is installed; "
+            f"tune: got {asked[-1].partition('=')[2]!r}, allowed where hydra-optuna-sweeper is "
+            "installed; "
             "run pip install -c constraints.txt -e '.[tune]'"
         )
     modes = [override for override in overrides if asked and override.startswith("mode=")]
     if modes:
         got = modes[-1].partition("=")[2]
-        raise ValueError(f"mode: got {got!r}, allowed none with +tune, whose trials choose it; start from system=NAME_{got}")
+        raise ValueError(
+            f"mode: got {got!r}, allowed none with +tune, whose trials choose it; start from "
+            f"system=NAME_{got}"
+        )
 
 
 def require_trials(sweeper: DictConfig) -> None:
@@ -56,7 +62,9 @@ def require_trials(sweeper: DictConfig) -> None:
     for name in ("n_trials", "n_jobs"):
         value = sweeper.get(name)
         if not isinstance(value, int) or value < 1:
-            raise ValueError(f"hydra.sweeper.{name}: got {value!r}, allowed an integer >= 1; correct it")
+            raise ValueError(
+                f"hydra.sweeper.{name}: got {value!r}, allowed an integer >= 1; correct it"
+            )
 
 
 def trials(start: Cell, rows: Rows) -> list[Row]:
@@ -77,7 +85,11 @@ def trials(start: Cell, rows: Rows) -> list[Row]:
 
 def best_of(rows: Sequence[Row]) -> Row | None:
     """The fastest measured row."""
-    return max((row for row in rows if row.tokens_per_s), key=lambda row: row.tokens_per_s or 0.0, default=None)
+    return max(
+        (row for row in rows if row.tokens_per_s),
+        key=lambda row: row.tokens_per_s or 0.0,
+        default=None,
+    )
 
 
 def pruned(cell: Cell, rows: Rows) -> Cell:
@@ -86,7 +98,10 @@ def pruned(cell: Cell, rows: Rows) -> Cell:
     if best is None or best.tokens_per_s is None:
         return cell
     measure = replace(cell.measure, stop_below=PRUNE * best.tokens_per_s)
-    config = {**cell.config, "measure": {**cell.config["measure"], "stop_below": measure.stop_below}}
+    config = {
+        **cell.config,
+        "measure": {**cell.config["measure"], "stop_below": measure.stop_below},
+    }
     return replace(cell, measure=measure, config=config)
 
 
@@ -104,7 +119,8 @@ def finish(start: Cell, choice: str, rows: Rows, folder: Path = TUNED) -> int:
     best, default = best_of(found), next((row for row in found if row.cell == start.hash), None)
     if best is None or best.tokens_per_s is None:
         print(
-            f"tune: none of {len(found)} trials from system={choice} has a number, so nothing is written; see {start.rows_path}",
+            f"tune: none of {len(found)} trials from system={choice} has a number, so nothing is "
+            f"written; see {start.rows_path}",
             file=sys.stderr,
         )
         return 1
@@ -113,7 +129,11 @@ def finish(start: Cell, choice: str, rows: Rows, folder: Path = TUNED) -> int:
     path = folder / f"{stem}.yaml"
     path.write_text(overlay(best, choice, len(found)))
     path.with_suffix(".jsonl").write_text("".join(json.dumps(trial(row)) + "\n" for row in found))
-    gain = f", {best.tokens_per_s / default.tokens_per_s:.2f}x of {choice}" if default and default.tokens_per_s else ""
+    gain = (
+        f", {best.tokens_per_s / default.tokens_per_s:.2f}x of {choice}"
+        if default and default.tokens_per_s
+        else ""
+    )
     print(f"best of {len(found)} trials: {best.tokens_per_s:,.0f} tokens/s{gain}")
     print(f"written: {path} and {path.with_suffix('.jsonl').name}; use it as system=tuned/{stem}")
     return 0
@@ -129,17 +149,23 @@ def trial(row: Row) -> dict[str, Any]:
 
 
 def overlay(best: Row, choice: str, num_trials: int) -> str:
-    """The winner as a file of conf/system over the start's: what differs, and what it was before."""
+    """The winner as a file of conf/system over the start's: what differs, and what it was
+    before."""
     with initialize_config_dir(str(auto.CONF), version_base="1.3"):
         before: Any = OmegaConf.to_container(compose("config", [f"system={choice}"]), resolve=True)
     words = str(before["system"].get("preset") or "").split()
-    preset = " ".join(("tuned", *(word for word in words if word != "tuned")))  # a tuned twinflow is no tuned zero3
-    versions = ", ".join(f"{name} {best.versions[name]}" for name in ("torch", "deepspeed") if name in best.versions)
+    preset = " ".join(
+        ("tuned", *(word for word in words if word != "tuned"))
+    )  # a tuned twinflow is no tuned zero3
+    versions = ", ".join(
+        f"{name} {best.versions[name]}" for name in ("torch", "deepspeed") if name in best.versions
+    )
     process = _found(best.config, before, "process", ("timeout_s",))
     lines = [
         "# @package _global_",
         f"# {choice} as found by {num_trials} trials on {machine_of(best)}:",
-        f"# {best.model}, {best.batch_size} x {best.seq_len} tokens, {best.tokens_per_s:,.0f} tokens/s ({versions}).",
+        f"# {best.model}, {best.batch_size} x {best.seq_len} tokens, {best.tokens_per_s:,.0f} "
+        f"tokens/s ({versions}).",
         "# The trials are in the .jsonl beside this file; written by sweeps/tuner.py.",
         "defaults:",
         f"  - /system/{choice}@system",
@@ -154,7 +180,9 @@ def overlay(best: Row, choice: str, num_trials: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _found(best: Mapping[str, Any], before: Mapping[str, Any], group: str, besides: Sequence[str]) -> list[str]:
+def _found(
+    best: Mapping[str, Any], before: Mapping[str, Any], group: str, besides: Sequence[str]
+) -> list[str]:
     """Lines of YAML: what the best trial has otherwise than where the search began."""
     lines = []
     for key, value in best[group].items():

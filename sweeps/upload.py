@@ -5,7 +5,7 @@ makes the same frame of both. A run's id follows from the row's cell and start: 
 skipped offline and overwritten online, never doubled. A run counts as uploaded once its file was
 read back and found to be the row, and as long as that file stays as it was.
 
-    python -m sweeps.upload outputs/quickstart                             # offline runs, beside the rows
+    python -m sweeps.upload outputs/quickstart               # offline runs, beside the rows
     python -m sweeps.upload outputs/quickstart/rows.jsonl mode=online project=NAME cell=HASH
 """
 
@@ -27,17 +27,22 @@ from sweeps.result import HISTORY, Row, history, packed, read_rows
 DEFAULTS = {"project": "megatrain-bench", "mode": "offline", "cell": ""}
 MODES = ("offline", "online")
 WHOLE = "uploaded"
-"""File in the folder of a run that was read back as its row; holds the project and the file's digest."""
+"""File in the folder of a run that was read back as its row; holds the project and the file's
+digest."""
 
 
 def run_id(row: Row) -> str:
-    """Twelve hex digits: what tells a row from every other attempt at every cell, and from itself in another study."""
-    taken = [row.experiment] if row.config.get("experiment", row.experiment) != row.experiment else []
+    """Twelve hex digits: what tells a row from every other attempt at every cell, and from itself
+    in another study."""
+    taken = (
+        [row.experiment] if row.config.get("experiment", row.experiment) != row.experiment else []
+    )
     return digest([row.cell, row.started_at, row.machine, *taken])
 
 
 def offline_run(row: Row, folder: Path, project: str) -> Path | None:
-    """The folder of the row's offline run below `folder`, if one was read back for that project and is as it was."""
+    """The folder of the row's offline run below `folder`, if one was read back for that project and
+    is as it was."""
     for marker in sorted(folder.glob(f"wandb/offline-run-*-{run_id(row)}/{WHOLE}")):
         log = _log(marker.parent, row)
         if log.exists() and marker.read_text() == _sealed(log, project):
@@ -61,11 +66,18 @@ def confirm(row: Row, log: Path, file: Path, position: int, project: str) -> Non
     """
     try:
         found = runfile.read(log)
-        whole = (found.row.to_json(), found.position, found.file) == (row.to_json(), position, file_id(file))
+        whole = (found.row.to_json(), found.position, found.file) == (
+            row.to_json(),
+            position,
+            file_id(file),
+        )
     except ValueError:
         whole = False
     if not whole:
-        raise ValueError(f"{log}: got less than the row, which W&B could not write; make room on its disk and upload again")
+        raise ValueError(
+            f"{log}: got less than the row, which W&B could not write; make room on its disk and "
+            "upload again"
+        )
     new = log.with_name(f"{WHOLE}.new")
     with new.open("w") as marker:
         marker.write(_sealed(log, project))
@@ -91,7 +103,12 @@ def upload(row: Row, file: Path, position: int, mode: str, project: str) -> Path
     if mode == "offline" and (done := offline_run(row, folder, project)):
         return done
     settings = wandb.Settings(
-        console="off", silent=True, x_disable_stats=True, x_disable_meta=True, disable_git=True, disable_code=True
+        console="off",
+        silent=True,
+        x_disable_stats=True,
+        x_disable_meta=True,
+        disable_git=True,
+        disable_code=True,
     )
     run = wandb.init(
         project=project,
@@ -116,7 +133,11 @@ def upload(row: Row, file: Path, position: int, mode: str, project: str) -> Path
 
 def summary(row: Row) -> dict[str, Any]:
     """What W&B's tables show of a row, beside config and history; it nests the mappings itself."""
-    fields = {name: value for name, value in dataclasses.asdict(row).items() if name not in (*HISTORY, "config")}
+    fields = {
+        name: value
+        for name, value in dataclasses.asdict(row).items()
+        if name not in (*HISTORY, "config")
+    }
     return fields | ({"final_loss": row.losses[-1]} if row.losses else {})
 
 
@@ -124,33 +145,48 @@ def parse(arguments: Sequence[str]) -> tuple[Path, dict[str, str]]:
     """The path, which comes first, and the options; ValueError, one line."""
     if not arguments or (wrong := [item for item in arguments[1:] if "=" not in item]):
         got = repr(wrong[0]) if arguments else "nothing"
-        raise ValueError(f"command line: got {got}, allowed a file or folder, then project=, mode= or cell=; correct it")
+        raise ValueError(
+            f"command line: got {got}, allowed a file or folder, then project=, mode= or cell=; "
+            "correct it"
+        )
     options = DEFAULTS | dict(item.split("=", 1) for item in arguments[1:])
     for name in options.keys() - DEFAULTS.keys():
-        raise ValueError(f"{name}: got {options[name]!r}, an unknown option, allowed {', '.join(DEFAULTS)}; correct the name")
+        raise ValueError(
+            f"{name}: got {options[name]!r}, an unknown option, allowed {', '.join(DEFAULTS)}; "
+            "correct the name"
+        )
     if options["mode"] not in MODES:
-        raise ValueError(f"mode: got {options['mode']!r}, allowed {', '.join(MODES)}; choose one of these")
+        raise ValueError(
+            f"mode: got {options['mode']!r}, allowed {', '.join(MODES)}; choose one of these"
+        )
     return Path(arguments[0]), options
 
 
 def rows_in(path: Path, cell: str) -> list[tuple[Path, int, Row]]:
-    """(file, position in it, row) of all rows of a file or folder, or of the last row of `cell`. ValueError, one line."""
+    """(file, position in it, row) of all rows of a file or folder, or of the last row of `cell`.
+    ValueError, one line."""
     if not path.exists():
         raise ValueError(
-            f"{path}: got no such file or folder, allowed a *.jsonl that sweeps.run wrote or a folder of them; correct it"
+            f"{path}: got no such file or folder, allowed a *.jsonl that sweeps.run wrote or a "
+            "folder of them; correct it"
         )
     files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
-    found = [(file, position, row) for file in files for position, row in enumerate(read_rows(file))]
+    found = [
+        (file, position, row) for file in files for position, row in enumerate(read_rows(file))
+    ]
     if not found:
-        raise ValueError(f"{path}: got no rows, allowed a *.jsonl that sweeps.run wrote or a folder of them; run a bench first")
+        raise ValueError(
+            f"{path}: got no rows, allowed a *.jsonl that sweeps.run wrote or a folder of them; "
+            "run a bench first"
+        )
     if cell and not any(row.cell == cell for _, _, row in found):
         raise ValueError(f"cell: got {cell}, allowed a cell of {path}; look at its `cell` field")
     return [item for item in found if item[2].cell == cell][-1:] if cell else found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Upload, and print the folder of each run; 2 and one line where the command line, the rows or W&B are at fault, 1 where
-    nobody reads on."""
+    """Upload, and print the folder of each run; 2 and one line where the command line, the rows or
+    W&B are at fault, 1 where nobody reads on."""
     os.environ["WANDB_SILENT"] = "true"
     logging.raiseExceptions = False  # a full disk is said once, below
     try:
@@ -166,14 +202,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             folder = upload(row, file, position, options["mode"], options["project"])
         except Error as error:
             said = " ".join(str(error).split())
-            print(f"upload: mode={options['mode']}: W&B said {said}; upload offline and `wandb sync` later", file=sys.stderr)
+            print(
+                f"upload: mode={options['mode']}: W&B said {said}; upload offline and `wandb sync` "
+                "later",
+                file=sys.stderr,
+            )
             return 2
         except ValueError as error:
             print(f"upload: {error}", file=sys.stderr)
             return 2
         except OSError as error:
             where = error.filename or file.resolve().parent / "wandb"
-            print(f"upload: {where}: got {error.strerror}, allowed a disk with room; upload again", file=sys.stderr)
+            print(
+                f"upload: {where}: got {error.strerror}, allowed a disk with room; upload again",
+                file=sys.stderr,
+            )
             return 2
         try:
             print(folder, flush=True)

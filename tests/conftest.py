@@ -1,4 +1,5 @@
-"""One thread for torch and the engine's kernels, before every test: the models are tiny and the machine may have two cores."""
+"""One thread for torch and the engine's kernels, before every test: the models are tiny and the
+machine may have two cores."""
 
 import functools
 from collections.abc import Iterator
@@ -19,7 +20,8 @@ cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 def _process_as_it_was() -> Iterator[None]:
     """What a test changed in its whole process is taken back.
 
-    DeepSpeed replaces F.linear for good: other systems would train through its Python, and compiled layers lose their gradients.
+    DeepSpeed replaces F.linear for good: other systems would train through its Python, and compiled
+    layers lose their gradients.
     """
     linear = F.linear
     yield
@@ -29,4 +31,7 @@ def _process_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def models() -> dict[torch.dtype, torch.nn.Module]:
-    return {dtype: make_model("qwen2", num_hidden_layers=4, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
+    return {
+        dtype: make_model("qwen2", num_hidden_layers=4, dtype=dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    }

@@ -1,8 +1,10 @@
-"""An executor whose operations see only what they declare: `Op.reads` and `Op.writes` are checked, not trusted.
+"""An executor whose operations see only what they declare: `Op.reads` and `Op.writes` are checked,
+not trusted.
 
-While a handler runs, every resource that its operation did not declare holds NaN everywhere, or is not there. What it wrote
-elsewhere, and what it read elsewhere and passed on, is `UndeclaredError`. Beside resources, the values of one step belong to the
-computations and the moments that wait to the updates: other operations have neither.
+While a handler runs, every resource that its operation did not declare holds NaN everywhere, or is
+not there. What it wrote elsewhere, and what it read elsewhere and passed on, is `UndeclaredError`.
+Beside resources, the values of one step belong to the computations and the moments that wait to the
+updates: other operations have neither.
 """
 
 from __future__ import annotations
@@ -19,8 +21,16 @@ from engine.layers.decoder import tensors
 from engine.step import Kind, Op
 
 NAN = torch.tensor([0xA1, 0x7F], dtype=torch.uint8)
-"""Two bytes of which bf16 and fp32 are NaN, of the kind that any arithmetic changes: an update in place shows."""
-COMPUTING = (Kind.EMBED, Kind.FORWARD, Kind.TAIL, Kind.RECOMPUTE, Kind.BACKWARD, Kind.EMBED_BACKWARD)
+"""Two bytes of which bf16 and fp32 are NaN, of the kind that any arithmetic changes: an update in
+place shows."""
+COMPUTING = (
+    Kind.EMBED,
+    Kind.FORWARD,
+    Kind.TAIL,
+    Kind.RECOMPUTE,
+    Kind.BACKWARD,
+    Kind.EMBED_BACKWARD,
+)
 COMPUTING += (Kind.CLIP, Kind.DROP, Kind.STAGE, Kind.UPDATE_HERE)
 """Kinds that pass values to one another on the compute lane."""
 UPDATING = (Kind.UPDATE, Kind.MOMENTS)
@@ -63,13 +73,22 @@ class _Guard:
         self.executor, self.op, self.s = executor, op, s
         self.computes, self.updates = op.kind in COMPUTING, op.kind in UPDATING
         declared = op.reads | op.writes
-        unknown = {n for n in declared - VIRTUAL if n.split(" ")[0] != "activations"} - set(self._resources())
+        unknown = {n for n in declared - VIRTUAL if n.split(" ")[0] != "activations"} - set(
+            self._resources()
+        )
         assert not unknown, f"{op} declares {unknown}, which are no memory"
         self.mine = {b for b in range(executor.blocks.num_blocks) if f"activations {b}" in declared}
         lane = {"the compute lane's values"} if self.computes else set()
         resources = self._resources()
-        self.hidden = [(n, t, t.clone()) for n, ts in resources.items() if n not in declared | lane for t in ts]
-        self.read_only = [(n, t, t.clone()) for n, ts in resources.items() if n in op.reads - op.writes for t in ts]
+        self.hidden = [
+            (n, t, t.clone()) for n, ts in resources.items() if n not in declared | lane for t in ts
+        ]
+        self.read_only = [
+            (n, t, t.clone())
+            for n, ts in resources.items()
+            if n in op.reads - op.writes
+            for t in ts
+        ]
         for _, tensor, _ in self.hidden:
             tensor.copy_(_nans(tensor.numel()))
         self.offloaded, self.late = s.offloaded, executor._late
@@ -79,7 +98,8 @@ class _Guard:
             executor._late = None
 
     def _resources(self) -> dict[str, list[torch.Tensor]]:
-        """Name -> the bytes of its memory. No write to them counts as one for autograd, which looks at versions."""
+        """Name -> the bytes of its memory. No write to them counts as one for autograd, which looks
+        at versions."""
         memory, store, blocks = self.executor.memory, self.executor.store, self.executor.blocks
         found = {f"slot {i}": [t] for i, t in enumerate(memory.slots)}
         found |= {f"slab {i}": [t] for i, t in enumerate(memory._slabs)}
@@ -96,28 +116,44 @@ class _Guard:
         found |= {f"host gradients {b}": [t] for b, t in store.parked.items()}
         found |= {f"host activations {b}": [t] for b, t in store.activations.items()}
         found |= {f"activations {b}": kept._pieces for b, kept in self.s.offloaded.items()}
-        wide = [memory._layer_wide, *(g._sums[0]._base for g in memory.outer_gradients.values() if g._wide)]
+        wide = [
+            memory._layer_wide,
+            *(g._sums[0]._base for g in memory.outer_gradients.values() if g._wide),
+        ]
         lane = [memory.norms, memory.scale, self.executor._hyper, *wide]
-        found |= {"verdict": [memory.verdict], "the compute lane's values": [t for t in lane if t is not None]}
-        return {name: [t.data.view(-1).view(torch.uint8) for t in ts if t.numel()] for name, ts in found.items()}
+        found |= {
+            "verdict": [memory.verdict],
+            "the compute lane's values": [t for t in lane if t is not None],
+        }
+        return {
+            name: [t.data.view(-1).view(torch.uint8) for t in ts if t.numel()]
+            for name, ts in found.items()
+        }
 
     def release(self) -> list[str]:
         """Everything as it was or as the operation left it; what it touched undeclared."""
         touched = [f"{name} (written)" for name, tensor, _ in self.hidden if not _is_hidden(tensor)]
         for _, tensor, before in self.hidden:
             tensor.copy_(before)
-        touched += [f"{n} (written, declared as read)" for n, t, before in self.read_only if not torch.equal(t, before)]
+        touched += [
+            f"{n} (written, declared as read)"
+            for n, t, before in self.read_only
+            if not torch.equal(t, before)
+        ]
         touched += [f"activations {block} (made)" for block in set(self.s.offloaded) - self.mine]
         others = {block: kept for block, kept in self.offloaded.items() if block not in self.mine}
         self.s.offloaded = others | self.s.offloaded
         self.executor._late = self.late
-        return touched + [f"what is NaN now in {name}" for name, tensor in self._results() if _has_nan(tensor)]
+        return touched + [
+            f"what is NaN now in {name}" for name, tensor in self._results() if _has_nan(tensor)
+        ]
 
     def _results(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What the operation may have written, as numbers."""
         resources = self._resources()
         for name in (self.op.writes - VIRTUAL) & set(resources):
-            # A block's first array is its weight; what follows is its remainder, which is no number.
+            # A block's first array is its weight; what follows is its remainder, which is no
+            # number.
             arrays = resources[name][:1] if "weights" in name else resources[name]
             yield from ((name, array) for array in map(self._numbers(name), arrays))
         if self.computes:
@@ -126,7 +162,8 @@ class _Guard:
             yield "norms", self.executor.memory.norms
 
     def _numbers(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Bytes as what they are; activations, of any dtype, as whether they are what was hidden."""
+        """Bytes as what they are; activations, of any dtype, as whether they are what was
+        hidden."""
         if "activations" in name:
             return lambda array: torch.tensor(torch.nan if _is_hidden(array) else 0.0)
         wide = name.startswith(("verdict", "host moments"))

@@ -9,14 +9,23 @@ from typing import Any
 from sweeps.result import Row
 
 GIB = 1 << 30
-H200 = {"gpu": "NVIDIA H200", "num_gpus": 1, "cpu": "Xeon", "num_cores": 16, "host_bytes": 134_000_000_000}
+H200 = {
+    "gpu": "NVIDIA H200",
+    "num_gpus": 1,
+    "cpu": "Xeon",
+    "num_cores": 16,
+    "host_bytes": 134_000_000_000,
+}
 CPU = {"gpu": None, "num_gpus": 0, "cpu": "EPYC", "num_cores": 2, "host_bytes": 16_000_000_000}
 VERSIONS = {"torch": "2.11.0", "deepspeed": "0.19.8"}
 
 
 def curve(num_steps: int, offset: float = 0.0) -> list[float]:
     """A decreasing loss with a wobble; `offset` grows linearly to its full size."""
-    return [2.0 + 10.3 * math.exp(-step / 9) + 0.04 * math.sin(2.1 * step) + offset * step / num_steps for step in range(num_steps)]
+    return [
+        2.0 + 10.3 * math.exp(-step / 9) + 0.04 * math.sin(2.1 * step) + offset * step / num_steps
+        for step in range(num_steps)
+    ]
 
 
 def row(system: str, step_s: list[float] | None = None, **fields: Any) -> Row:
@@ -47,7 +56,10 @@ def row(system: str, step_s: list[float] | None = None, **fields: Any) -> Row:
 
 
 def plan(device: int, host: int) -> dict[str, dict[str, int]]:
-    return {"device": {"slots": device // 2, "head": device - device // 2}, "host": {"weights": host}}
+    return {
+        "device": {"slots": device // 2, "head": device - device // 2},
+        "host": {"weights": host},
+    }
 
 
 def save(path: Path, rows: list[Row]) -> Path:

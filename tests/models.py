@@ -25,9 +25,15 @@ COMMON = {
 
 
 def make_model(
-    model_type: str = "qwen2", *, attention: str = "sdpa", dtype: torch.dtype = torch.float32, seed: int = 0, **settings: Any
+    model_type: str = "qwen2",
+    *,
+    attention: str = "sdpa",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **settings: Any,
 ) -> nn.Module:
-    """A model with its own random initial weights; the same for the same seed. Norms and biases are perturbed too."""
+    """A model with its own random initial weights; the same for the same seed. Norms and biases are
+    perturbed too."""
     config = AutoConfig.for_model(model_type, **{**COMMON, **settings})
     config._attn_implementation = attention
     torch.manual_seed(seed)
@@ -44,21 +50,35 @@ def weights_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, parameter.detach().clone()) for name, parameter in model.named_parameters()]
 
 
-def make_batch(seed: int, *, micro_batches: int = 1, rows: int = 2, seq_len: int = 16, vocab: int = 96) -> Batch:
+def make_batch(
+    seed: int, *, micro_batches: int = 1, rows: int = 2, seq_len: int = 16, vocab: int = 96
+) -> Batch:
     """Random tokens and their shifted labels."""
-    tokens = torch.randint(0, vocab, (micro_batches, rows, seq_len + 1), generator=torch.Generator().manual_seed(seed))
+    tokens = torch.randint(
+        0, vocab, (micro_batches, rows, seq_len + 1), generator=torch.Generator().manual_seed(seed)
+    )
     return Batch(tokens=tokens[..., :-1].contiguous(), labels=tokens[..., 1:].contiguous())
 
 
 def make_engine(
-    model: nn.Module, *, recipe: Recipe | None = None, batch: Batch | None = None, poison: bool = False, **arguments: Any
+    model: nn.Module,
+    *,
+    recipe: Recipe | None = None,
+    batch: Batch | None = None,
+    poison: bool = False,
+    **arguments: Any,
 ) -> MegaTrain:
-    """An engine over a fresh copy of `model`'s configuration, loaded with its weights. poison: see tests/twin.py."""
+    """An engine over a fresh copy of `model`'s configuration, loaded with its weights. poison: see
+    tests/twin.py."""
     batch = batch or make_batch(0)
     num_micro_batches, rows, seq_len = batch.tokens.shape
     names = set(EngineConfig.__dataclass_fields__)
-    config = EngineConfig(**{"loss_chunk": 24, "num_threads": 1} | {k: v for k, v in arguments.items() if k in names})
-    skeleton = AutoModelForCausalLM.from_config(model.config, attn_implementation=model.config._attn_implementation)
+    config = EngineConfig(
+        **{"loss_chunk": 24, "num_threads": 1} | {k: v for k, v in arguments.items() if k in names}
+    )
+    skeleton = AutoModelForCausalLM.from_config(
+        model.config, attn_implementation=model.config._attn_implementation
+    )
     for mine, given in zip(skeleton.parameters(), model.parameters(), strict=True):
         mine.requires_grad_(given.requires_grad)
     dtype = next(model.parameters()).dtype
@@ -79,8 +99,13 @@ def make_engine(
 def plain_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """The step's loss by one plain forward of everything at once."""
     mask = None if batch.attention_mask is None else batch.attention_mask.flatten(0, 1)
-    logits = model(input_ids=batch.tokens.flatten(0, 1), attention_mask=mask, use_cache=False).logits
-    return F.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten(), reduction="sum") / batch.num_tokens
+    logits = model(
+        input_ids=batch.tokens.flatten(0, 1), attention_mask=mask, use_cache=False
+    ).logits
+    return (
+        F.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten(), reduction="sum")
+        / batch.num_tokens
+    )
 
 
 def engine_gradients(engine: MegaTrain) -> dict[str, torch.Tensor]:
@@ -97,12 +122,18 @@ def engine_gradients(engine: MegaTrain) -> dict[str, torch.Tensor]:
 def train(
     engine: MegaTrain, num_steps: int = 4, micro_batches: int = 1, first: int = 0
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    losses = [engine.train_step(make_batch(first + step, micro_batches=micro_batches)) for step in range(num_steps)]
+    losses = [
+        engine.train_step(make_batch(first + step, micro_batches=micro_batches))
+        for step in range(num_steps)
+    ]
     engine.drain()
     return [loss.item() for loss in losses], dict(engine.parameters())
 
 
-def assert_same(one: tuple[list[float], dict[str, torch.Tensor]], other: tuple[list[float], dict[str, torch.Tensor]]) -> None:
+def assert_same(
+    one: tuple[list[float], dict[str, torch.Tensor]],
+    other: tuple[list[float], dict[str, torch.Tensor]],
+) -> None:
     assert one[0] == other[0]
     for name, value in one[1].items():
         assert torch.equal(value, other[1][name]), name

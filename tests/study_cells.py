@@ -9,13 +9,19 @@ STUDIES: dict[str, dict[str, str]] = {
     "checkpoint_interval": TINY | {"system.checkpoint_interval": "1,4"},
     "context_length": TINY | {"shape.seq_len": "16,64"},
     "depth": TINY | {"model.config.num_hidden_layers": "1,2", "system": "megatrain"},
-    "device_memory": TINY | {"machine.device_bytes": "16000000000,24000000000", "system": "megatrain"},
+    "device_memory": TINY
+    | {"machine.device_bytes": "16000000000,24000000000", "system": "megatrain"},
     "double_buffering": TINY | {"system.depth": "1,2", "system.streams": "3"},
     "gradient_slabs": TINY | {"system.gradient_slabs": "0,2"},
     "ladder": TINY | {"+rung": "0_paper,4_recompute_once"},
     # The second has no room.
-    "model_size": {"model": "tiny,qwen2.5-0.5b", "machine.host_bytes": "2000000000", "system": "megatrain"},
-    "optimizer_overlap": TINY | {"system.optimizer_overlap": "true,false", "recipe.clip_norm": "1.0"},
+    "model_size": {
+        "model": "tiny,qwen2.5-0.5b",
+        "machine.host_bytes": "2000000000",
+        "system": "megatrain",
+    },
+    "optimizer_overlap": TINY
+    | {"system.optimizer_overlap": "true,false", "recipe.clip_norm": "1.0"},
     "pinned": TINY | {"system.pinned": "exact,none"},
     "placement": TINY
     | {

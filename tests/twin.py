@@ -1,7 +1,8 @@
-"""The adversary of the engine's lanes: work is held back and interleaved at random, freed slots hold NaN.
+"""The adversary of the engine's lanes: work is held back and interleaved at random, freed slots
+hold NaN.
 
-Invariant: it keeps exactly what the lanes promise and no more (order within a lane, and waits), so that
-a missing wait becomes a wrong number on a machine without a GPU.
+Invariant: it keeps exactly what the lanes promise and no more (order within a lane, and waits), so
+that a missing wait becomes a wrong number on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from engine.step import COMPUTE, Op
 
 
 class TwinLanes(SerialLanes):
-    """One thread. Without `seed`, work runs as it is submitted. With it, work is held back until `drain`
-    and then runs in a random order that respects lane order and waits and nothing else."""
+    """One thread. Without `seed`, work runs as it is submitted. With it, work is held back until
+    `drain` and then runs in a random order that respects lane order and waits and nothing else."""
 
     def __init__(self, *, seed: int | None = None, recording: bool = False) -> None:
         super().__init__()
@@ -44,7 +45,8 @@ class TwinLanes(SerialLanes):
         return ticket
 
     def drain(self) -> None:
-        """Run what is held back, one random runnable lane at a time; after an error the rest is given up."""
+        """Run what is held back, one random runnable lane at a time; after an error the rest is
+        given up."""
         try:
             self._run_held_back()
         except BaseException:
@@ -86,7 +88,8 @@ def _finish(ticket: Ticket) -> None:
 
 
 def poisoned(engine: MegaTrain) -> MegaTrain:
-    """The engine, set up, with every slot full of NaN from the end of the computation that used it."""
+    """The engine, set up, with every slot full of NaN from the end of the computation that used
+    it."""
     executor = engine.executor
     for kind, handler in executor.handlers.items():
         executor.handlers[kind] = _poisoning(engine, handler)

@@ -1,1 +1,2 @@
-"""A `transformers` model taken apart: its layers one at a time, with whatever they are called with."""
+"""A `transformers` model taken apart: its layers one at a time, with whatever they are called
+with."""

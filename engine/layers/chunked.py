@@ -1,7 +1,7 @@
 """A decoder layer's MLP in chunks of tokens: nothing MLP-wide of the whole sequence ever exists.
 
-Invariant: between forward and backward a chunked MLP holds its input alone; the backward recomputes a chunk and
-differentiates it before the next.
+Invariant: between forward and backward a chunked MLP holds its input alone; the backward recomputes
+a chunk and differentiates it before the next.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from engine.layers.compiled import Grads, JointPull, Weights
 
 
 class ChunkedMLP:
-    """The forward of a decoder layer's `mlp`, which treats every token alone, `chunk` tokens at a time."""
+    """The forward of a decoder layer's `mlp`, which treats every token alone, `chunk` tokens at a
+    time."""
 
     def __init__(self, layer: nn.Module, chunk: int) -> None:
         """layer: its MLP's `forward` is replaced. Raises ValueError where it has none."""
@@ -82,7 +83,8 @@ class ChunkedMLP:
         return output
 
     def _pull(self, weights: Weights, piece: torch.Tensor, grad_output: torch.Tensor) -> Grads:
-        """Gradients of one chunk and of the weights, None where one is frozen or nothing depends on it."""
+        """Gradients of one chunk and of the weights, None where one is frozen or nothing depends on
+        it."""
         piece = piece.detach().requires_grad_()
         with torch.enable_grad():
             output = self.run(weights, piece)
@@ -136,10 +138,11 @@ def _add(sums: list[torch.Tensor | None], grads: Sequence[torch.Tensor | None]) 
 
 
 def is_only_added(output: torch.Tensor) -> bool:
-    """Whether all that reads a chunked MLP's output is the sum that `output` is: then no gradient depends on its values.
+    """Whether all that reads a chunked MLP's output is the sum that `output` is: then no gradient
+    depends on its values.
 
-    So it is in pre-norm layers. Where a norm follows the MLP, that norm's gradient does; a scaled residual or a sum of three is not
-    told from that.
+    So it is in pre-norm layers. Where a norm follows the MLP, that norm's gradient does; a scaled
+    residual or a sum of three is not told from that.
     """
     root, seen = output.grad_fn, set()
     todo = [root]
@@ -156,5 +159,6 @@ def is_only_added(output: torch.Tensor) -> bool:
 
 def _refusal(chunk: int, module: nn.Module, why: str) -> RefusedError:
     return RefusedError(
-        f"system.mlp_chunk: got {chunk}, allowed 0 for {type(module).__name__}, which {why}; set system.mlp_chunk=0"
+        f"system.mlp_chunk: got {chunk}, allowed 0 for {type(module).__name__}, which {why}; set "
+        "system.mlp_chunk=0"
     )

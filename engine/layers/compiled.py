@@ -1,4 +1,5 @@
-"""A recomputation with its backward as one compiled graph, in which what no gradient needs is dead code.
+"""A recomputation with its backward as one compiled graph, in which what no gradient needs is dead
+code.
 
 Invariant: a weight that the output does not depend on, or that is frozen, has gradient None, as
 without a compiler.
@@ -59,7 +60,8 @@ class JointPull:
             self._fails = True
             reason = str(error).strip().splitlines()[0]
             warnings.warn(
-                f"system.compile: the recomputation of {self._what} and its backward are two graphs "
+                f"system.compile: the recomputation of {self._what} and its backward are two "
+                "graphs "
                 f"instead of one, which takes longer ({reason})",
                 stacklevel=2,
             )

@@ -1,8 +1,9 @@
-"""A decoder-only `transformers` model taken apart: what comes before the layers, the layers, what comes after.
+"""A decoder-only `transformers` model taken apart: what comes before the layers, the layers, what
+comes after.
 
-No list of families: the layers are the ModuleList of the classes in `_no_split_modules`; what each is called
-with is learnt by running the model's own forward over layers that only record. Invariant: every parameter
-belongs to exactly one block (embed, one layer, head), tied parameters to embed.
+No list of families: the layers are the ModuleList of the classes in `_no_split_modules`; what each
+is called with is learnt by running the model's own forward over layers that only record. Invariant:
+every parameter belongs to exactly one block (embed, one layer, head), tied parameters to embed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class _LastLayerReachedError(Exception):
 
 
 class _NotThere:
-    """Stands for what a layer returns beside the hidden states: who only keeps it may, who uses it finds nothing in it."""
+    """Stands for what a layer returns beside the hidden states: who only keeps it may, who uses it
+    finds nothing in it."""
 
 
 @dataclass(kw_only=True)
@@ -113,7 +115,8 @@ class Decoder:
         return {name: parameters[name] for name in self.blocks[0] | self.blocks[-1]}
 
     def assign(self, used_before: set[str]) -> None:
-        """Move to embed what is registered after the layers but used before them; the names are full ones."""
+        """Move to embed what is registered after the layers but used before them; the names are
+        full ones."""
         head = self.blocks[-1]
         self.blocks[0] |= {name: shape for name, shape in head.items() if name in used_before}
         self.blocks[-1] = {name: shape for name, shape in head.items() if name not in used_before}
@@ -121,10 +124,11 @@ class Decoder:
     def record(
         self, tokens: torch.Tensor, attention_mask: torch.Tensor | None, *, last: int = -1
     ) -> Recording:
-        """Run the model as far as the call of layer `last`, which is the last of all where it is negative.
+        """Run the model as far as the call of layer `last`, which is the last of all where it is
+        negative.
 
-        tokens: int64 [micro_batch, seq_len] on the device. Raises ValueError where random numbers are drawn on the way, or
-        the model does not call each layer once.
+        tokens: int64 [micro_batch, seq_len] on the device. Raises ValueError where random numbers
+        are drawn on the way, or the model does not call each layer once.
         """
         self._last = last % self.num_layers
         hidden, calls = self._checked(
@@ -152,7 +156,8 @@ class Decoder:
         self._known |= {BEFORE, AFTER}
 
     def _checked(self, part: str, device: torch.device, run: Callable[[], T]) -> T:
-        """What `run` returns; at the first of each part ValueError where it draws random numbers."""
+        """What `run` returns; at the first of each part ValueError where it draws random
+        numbers."""
         if part in self._known:
             return run()
         found = refuse_random(self.model, device, run)
@@ -160,7 +165,8 @@ class Decoder:
         return found
 
     def embeds_like(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the model takes for embeddings of as many tokens; as wide as `hidden` but where a projection lies between."""
+        """What the model takes for embeddings of as many tokens; as wide as `hidden` but where a
+        projection lies between."""
         width = getattr(self.model.get_input_embeddings(), "embedding_dim", hidden.shape[-1])  # type: ignore[operator]
         return (
             hidden.detach()
@@ -169,7 +175,8 @@ class Decoder:
         )
 
     def logits(self, hidden: torch.Tensor, given: torch.Tensor | None = None) -> torch.Tensor:
-        """Final norm, head and soft cap of [rows, tokens, hidden]: the model's own tail, differentiable in `hidden`.
+        """Final norm, head and soft cap of [rows, tokens, hidden]: the model's own tail,
+        differentiable in `hidden`.
 
         given: what the model is called with, like `embeds_like`; its values do not matter.
         """
@@ -235,8 +242,8 @@ class Decoder:
 def find_layers(model: nn.Module) -> tuple[str, list[nn.Module]]:
     """Where the decoder layers are in the model, and the layers: the one rule, for every system.
 
-    They are the first list whose members are all of the library's `_no_split_modules` classes, in what the model says
-    decodes its text. Raises RefusedError where there is none.
+    They are the first list whose members are all of the library's `_no_split_modules` classes, in
+    what the model says decodes its text. Raises RefusedError where there is none.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
     get_decoder: Any = getattr(model, "get_decoder", lambda: model)
@@ -253,7 +260,8 @@ def find_layers(model: nn.Module) -> tuple[str, list[nn.Module]]:
             if {type(layer).__name__ for layer in module} <= names:
                 return path, list(module)
     raise RefusedError(
-        f"model: {type(model).__name__} has no list of decoder layers; allowed are decoder-only transformers models"
+        f"model: {type(model).__name__} has no list of decoder layers; allowed are decoder-only "
+        "transformers models"
     )
 
 
@@ -261,7 +269,8 @@ def _refuse_auxiliary_loss(model: nn.Module) -> None:
     for module in model.modules():
         if getattr(getattr(module, "config", None), "output_router_logits", False):
             raise RefusedError(
-                "model.config.output_router_logits: got True, allowed False; set it to False, for the loss is "
+                "model.config.output_router_logits: got True, allowed False; set it to False, for "
+                "the loss is "
                 "the cross-entropy alone, without the auxiliary one of the routers"
             )
 
@@ -279,7 +288,8 @@ def _refuse_dropout(model: nn.Module) -> None:
             value = getattr(module, name, 0.0)
             if isinstance(value, float) and value > 0:
                 raise ValueError(
-                    f"model.config: {path}.{name} is {value}, allowed 0; set every dropout of the model to 0"
+                    f"model.config: {path}.{name} is {value}, allowed 0; set every dropout of the "
+                    "model to 0"
                 )
 
 
@@ -287,7 +297,8 @@ def _frozen(model: nn.Module) -> frozenset[str]:
     frozen = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
     if len(frozen) == len(list(model.named_parameters())):
         raise ValueError(
-            "model: got requires_grad=False on every parameter, allowed are models with something to train; "
+            "model: got requires_grad=False on every parameter, allowed are models with something "
+            "to train; "
             "call model.requires_grad_(True)"
         )
     return frozen
@@ -296,7 +307,8 @@ def _frozen(model: nn.Module) -> frozenset[str]:
 def _blocks(
     model: nn.Module, prefix: str, layers: Sequence[nn.Module]
 ) -> list[dict[str, torch.Size]]:
-    """Parameter shapes of embed, each layer, head. What is registered after the layers is head, unless tied to what is before."""
+    """Parameter shapes of embed, each layer, head. What is registered after the layers is head,
+    unless tied to what is before."""
     before: dict[str, torch.Size] = {}
     after: dict[str, torch.Size] = {}
     seen_layers = False
@@ -309,7 +321,8 @@ def _blocks(
     shared = {id(p) for layer in layers for p in layer.parameters()}
     if len(shared) != sum(len(block) for block in inner):
         raise RefusedError(
-            "model: decoder layers share parameters; allowed are layers with weights of their own; choose another model"
+            "model: decoder layers share parameters; allowed are layers with weights of their own; "
+            "choose another model"
         )
     return [before, *inner, after]
 

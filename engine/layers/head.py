@@ -1,6 +1,7 @@
 """Final norm, output head and loss, forward and backward, in chunks of tokens.
 
-Invariant: one chunk's logits are alive at a time; each chunk is differentiated before the next is computed.
+Invariant: one chunk's logits are alive at a time; each chunk is differentiated before the next is
+computed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from engine.sizes import chunks
 
 
 def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Sum of the cross-entropies in fp32, 0-dim. logits: [rows, tokens, vocabulary]; labels: int64 [rows, tokens], -100 ignored."""
+    """Sum of the cross-entropies in fp32, 0-dim. logits: [rows, tokens, vocabulary]; labels: int64
+    [rows, tokens], -100 ignored."""
     return F.cross_entropy(
         logits.float().flatten(0, -2), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )
@@ -36,9 +38,9 @@ def loss_and_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(loss, gradient of `hidden`) of one micro-batch.
 
-    hidden: [rows, seq_len, hidden]; labels: int64 [rows, seq_len], -100 ignored. The loss is the sum of the
-    tokens' cross-entropies over `num_tokens`, fp32, 0-dim. `add` is given each chunk's gradients of `parameters`;
-    `summed` is `summed_cross_entropy` or a compiled version of it.
+    hidden: [rows, seq_len, hidden]; labels: int64 [rows, seq_len], -100 ignored. The loss is the
+    sum of the tokens' cross-entropies over `num_tokens`, fp32, 0-dim. `add` is given each chunk's
+    gradients of `parameters`; `summed` is `summed_cross_entropy` or a compiled version of it.
     """
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     grad_hidden = torch.empty_like(hidden)

@@ -1,8 +1,10 @@
-"""Activations of one layer that wait in pinned host memory: saved by the forward, evicted, fetched back for the backward.
+"""Activations of one layer that wait in pinned host memory: saved by the forward, evicted, fetched
+back for the backward.
 
-Autograd's saved-tensor hooks take what the graph would hold. Weights are not moved: the backward finds them in the
-slot into which they were loaded again. Neither is what outlives the layer anyway: its input and the arguments that all
-layers share. Invariant: between `drop` and the backward nothing of the layer but its input is on the device.
+Autograd's saved-tensor hooks take what the graph would hold. Weights are not moved: the backward
+finds them in the slot into which they were loaded again. Neither is what outlives the layer anyway:
+its input and the arguments that all layers share. Invariant: between `drop` and the backward
+nothing of the layer but its input is on the device.
 """
 
 from __future__ import annotations
@@ -52,11 +54,13 @@ class Offloaded:
     shared: set[int]
     """Storages that stay on the device: inputs and arguments."""
     capacity: int
-    """Bytes of the pinned slab. What a layer saves beyond them stays on the device: right, at the price of memory."""
+    """Bytes of the pinned slab. What a layer saves beyond them stays on the device: right, at the
+    price of memory."""
     num_bytes: int = 0
     """Of all pieces in their slab."""
     _pieces: list[torch.Tensor] = field(default_factory=list)
-    """Saved tensors in memory order as bytes on the device: as the forward left them, none, or as fetched."""
+    """Saved tensors in memory order as bytes on the device: as the forward left them, none, or as
+    fetched."""
     _places: list[slice] = field(default_factory=list)
     """Where each lies in the slab."""
     _versions: list[int] = field(default_factory=list)

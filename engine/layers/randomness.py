@@ -1,4 +1,5 @@
-"""Whether a forward draws random numbers, which the engine refuses: a recomputation would draw others.
+"""Whether a forward draws random numbers, which the engine refuses: a recomputation would draw
+others.
 
 Found by the state of the generators before and after, not by the names of settings.
 """
@@ -61,7 +62,8 @@ def _refusal(module: nn.Module) -> str:
     return (
         f"model.config: the forward of {type(module).__name__} draws random numbers "
         f"{f'({named}) ' if named else ''}in training, allowed is a forward that draws none, for a "
-        "recomputation would draw others; set dropout, layerdrop and jitter to 0 or choose another model"
+        "recomputation would draw others; set dropout, layerdrop and jitter to 0 or choose another "
+        "model"
     )
 
 

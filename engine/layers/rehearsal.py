@@ -1,9 +1,10 @@
-"""A model tried without values or memory, before anything is allocated: can it be trained by layers?
+"""A model tried without values or memory, before anything is allocated: can it be trained by
+layers?
 
 `rehearse` does on fake tensors (torch's FakeTensorMode: shapes, dtypes and graphs) what a step will
-do: the model's way into its layers, one layer of each kind, and its tail. What cannot be taken apart
-is refused here, in one line, for what it does and not by its name. Invariant: nothing that trains
-runs in here; a copy is tried.
+do: the model's way into its layers, one layer of each kind, and its tail. What cannot be taken
+apart is refused here, in one line, for what it does and not by its name. Invariant: nothing that
+trains runs in here; a copy is tried.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ INPUTS = (ValueError, TypeError)
 def rehearse(
     decoder: Decoder, *, dtype: torch.dtype, device: torch.device, micro_batch: tuple[int, int]
 ) -> None:
-    """Try the model, and tell `decoder` what its layers return and which parameters are used before them.
+    """Try the model, and tell `decoder` what its layers return and which parameters are used before
+    them.
 
-    micro_batch: (rows, seq_len). Raises RefusedError, one line, where the engine would train another
-    model or none.
+    micro_batch: (rows, seq_len). Raises RefusedError, one line, where the engine would train
+    another model or none.
     """
     device = device if torch.cuda.is_available() else torch.device("cpu")
     mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
@@ -86,7 +88,8 @@ def _fakes(
 
 @contextlib.contextmanager
 def _trying(twin: Decoder, where: str) -> Iterator[None]:
-    """Whatever the model raises is a refusal, but for what fake tensors cannot do, whole or apart."""
+    """Whatever the model raises is a refusal, but for what fake tensors cannot do, whole or
+    apart."""
     try:
         yield
     except RefusedError:
@@ -97,8 +100,10 @@ def _trying(twin: Decoder, where: str) -> Iterator[None]:
         if not isinstance(error, INPUTS) and _one_line(error) == _fails_whole(twin):
             return
         raise RefusedError(
-            f"model: {type(twin.model).__name__} cannot be run apart {where} ({_one_line(error)}), allowed decoder-only models "
-            "that take tokens alone and whose layers only the hidden states connect; choose another model"
+            f"model: {type(twin.model).__name__} cannot be run apart {where} ({_one_line(error)}), "
+            "allowed decoder-only models "
+            "that take tokens alone and whose layers only the hidden states connect; choose "
+            "another model"
         ) from error
 
 
@@ -192,7 +197,8 @@ def _leave(twin: Decoder, hidden: torch.Tensor) -> None:
     found = _leaves(logits)
     if id(hidden) not in found or id(given) in found:
         raise RefusedError(
-            f"model: the logits of {name} depend on more than what its last layer gives, allowed that alone; choose another model"
+            f"model: the logits of {name} depend on more than what its last layer gives, allowed "
+            "that alone; choose another model"
         )
 
 

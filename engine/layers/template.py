@@ -1,7 +1,9 @@
-"""One stateless module per layer configuration; its parameters are views of a device slot, never copies.
+"""One stateless module per layer configuration; its parameters are views of a device slot, never
+copies.
 
-Invariant: a template holds no weights (its own parameters live on the meta device), and layers share one only
-if everything but their index is equal: classes, shapes, buffers and every plain attribute of every submodule.
+Invariant: a template holds no weights (its own parameters live on the meta device), and layers
+share one only if everything but their index is equal: classes, shapes, buffers and every plain
+attribute of every submodule.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ INDEX = "layer_idx"
 
 
 KEEP_BUDGET = 0.9
-"""Below 1, torch.compile's partitioner rebuilds elementwise results in the backward instead of keeping them: a third fewer bytes
-for 1 ms of a 7B layer's 76. Values from 0.7 to 0.9 gave the same graphs; at 0.5 it rebuilds products too."""
+"""Below 1, torch.compile's partitioner rebuilds elementwise results in the backward instead of
+keeping them: a third fewer bytes for 1 ms of a 7B layer's 76. Values from 0.7 to 0.9 gave the same
+graphs; at 0.5 it rebuilds products too."""
 _WITH_BUDGET = functorch_config.patch(activation_memory_budget=KEEP_BUDGET)
 """Made once: every patch makes a context variable, which the thread's context keeps for good."""
 
@@ -46,7 +49,8 @@ class Template:
     """A decoder layer without weights."""
 
     def __init__(self, layer: nn.Module, *, mlp_chunk: int = 0) -> None:
-        """mlp_chunk: tokens that the layer's MLP takes at a time, 0 all. Raises ValueError where it has no `mlp`."""
+        """mlp_chunk: tokens that the layer's MLP takes at a time, 0 all. Raises ValueError where it
+        has no `mlp`."""
         self.module = copy.deepcopy(layer)
         for owner in self.module.modules():
             for name, parameter in owner._parameters.items():
@@ -57,7 +61,8 @@ class Template:
         copies = () if self.mlp is None else (self.mlp.module,)
         self._indexed = [m for m in (*self.module.modules(), *copies) if hasattr(m, INDEX)]
         self.num_outputs = 0
-        """Length of the tuple that the layer returns, its output first; 0 where it returns the output alone."""
+        """Length of the tuple that the layer returns, its output first; 0 where it returns the
+        output alone."""
         self._call: Callable[..., Any] = self._plain
         self._pull: JointPull | None = None
         self.unchecked = False
@@ -66,8 +71,9 @@ class Template:
     def compile(self) -> None:
         """Compile the layer once for all layers of this configuration: weights are inputs.
 
-        Recomputation and backward become one graph, in which what no gradient needs is dead code: of a gated MLP the
-        last product, a quarter of the layer's recomputation. Where the MLP is chunked, a chunk of it is what is compiled.
+        Recomputation and backward become one graph, in which what no gradient needs is dead code:
+        of a gated MLP the last product, a quarter of the layer's recomputation. Where the MLP is
+        chunked, a chunk of it is what is compiled.
         """
         if self.mlp is not None:
             self.mlp.compile()
@@ -82,16 +88,19 @@ class Template:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        # A template's parameters are never tied (__init__ makes each anew); looking for ties would take longer than the call.
+        # A template's parameters are never tied (__init__ makes each anew); looking for ties would
+        # take longer than the call.
         outputs = functional_call(self.module, weights, (hidden, *args), kwargs, tie_weights=False)
         return outputs[0] if self.num_outputs else outputs
 
     def forward(
         self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor, call: Call, index: int
     ) -> torch.Tensor:
-        """The layer's output. weights: local name -> view of a slot; hidden: [micro_batch, seq_len, hidden].
+        """The layer's output. weights: local name -> view of a slot; hidden: [micro_batch, seq_len,
+        hidden].
 
-        Raises ValueError where it is no tensor, or where `unchecked` and random numbers were drawn for it.
+        Raises ValueError where it is no tensor, or where `unchecked` and random numbers were drawn
+        for it.
         """
         self._set_index(index)
         given = (dict(weights), hidden, call.args, dict(call.kwargs))
@@ -107,7 +116,8 @@ class Template:
     def learn_outputs(
         self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor, call: Call, index: int
     ) -> torch.Tensor:
-        """`forward`, which finds `num_outputs`. Raises RefusedError where the output is not hidden states like `hidden`."""
+        """`forward`, which finds `num_outputs`. Raises RefusedError where the output is not hidden
+        states like `hidden`."""
         self._set_index(index)
         self.num_outputs = 0
         outputs = self._plain(dict(weights), hidden, call.args, dict(call.kwargs))
@@ -122,7 +132,8 @@ class Template:
         name, got = type(self.module).__name__, type(output).__name__
         got = f"{got} of shape {list(output.shape)}" if isinstance(output, torch.Tensor) else got
         raise RefusedError(
-            f"model: {name} returns {got}, allowed hidden states of shape {list(hidden.shape)} as it is given; choose another model"
+            f"model: {name} returns {got}, allowed hidden states of shape {list(hidden.shape)} as "
+            "it is given; choose another model"
         )
 
     def _set_index(self, index: int) -> None:
@@ -137,9 +148,11 @@ class Template:
         index: int,
         grad_output: torch.Tensor,
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """Recompute with a graph and differentiate at once: (gradient of `hidden`, gradients in the order of `weights`).
+        """Recompute with a graph and differentiate at once: (gradient of `hidden`, gradients in the
+        order of `weights`).
 
-        A weight that is frozen, or that the output does not depend on, has gradient None in its own place.
+        A weight that is frozen, or that the output does not depend on, has gradient None in its own
+        place.
         """
         if self._pull is not None:
             self._set_index(index)
@@ -153,7 +166,8 @@ class Template:
     def _recomputed(
         self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor, call: Call, index: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `forward_with_graph`, but the output's values are undefined where no gradient depends on them."""
+        """As `forward_with_graph`, but the output's values are undefined where no gradient depends
+        on them."""
         if self.mlp is None or self.mlp.only_added is False:
             return self.forward_with_graph(weights, hidden, call, index)
         self.mlp.unread = True
@@ -169,8 +183,8 @@ class Template:
         return self.forward_with_graph(weights, hidden, call, index)
 
     def num_rebuilt(self, *, kept: bool) -> int:
-        """Parameters whose products a backward runs beside those of the layer's recomputation: a chunked MLP's, if it was kept or
-        its output is read."""
+        """Parameters whose products a backward runs beside those of the layer's recomputation: a
+        chunked MLP's, if it was kept or its output is read."""
         return (
             self.mlp.num_params if self.mlp is not None and (kept or not self.mlp.only_added) else 0
         )
@@ -197,7 +211,8 @@ class Template:
 
 
 def share_templates(layers: Sequence[nn.Module], *, mlp_chunk: int = 0) -> list[Template]:
-    """One template a layer; layers of one configuration get the same object. Raises ValueError as `Template`."""
+    """One template a layer; layers of one configuration get the same object. Raises ValueError as
+    `Template`."""
     found: dict[Any, Template] = {}
     shared = []
     for layer in layers:

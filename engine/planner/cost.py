@@ -1,7 +1,8 @@
-"""Seconds of each operation of a step, from the machine's rates: what placement and predictions use.
+"""Seconds of each operation of a step, from the machine's rates: what placement and predictions
+use.
 
-A roofline: matrix products at a share of the rate of one large product, everything else at memory or
-link bandwidth. Invariant: nothing here knows an order; `timeline` puts the seconds on the lanes.
+A roofline: matrix products at a share of the rate of one large product, everything else at memory
+or link bandwidth. Invariant: nothing here knows an order; `timeline` puts the seconds on the lanes.
 """
 
 from __future__ import annotations
@@ -18,25 +19,26 @@ LAYER_EFFICIENCY = 0.88
 """Rate of a decoder layer's products over that of one large matrix product: fitted, as
 LAYER_BANDWIDTH, to 65 rows of 0.5B to 7B, H200."""
 ATTENTION_EFFICIENCY = 0.68
-"""The same of causal attention in a fused kernel, 7B: 0.68 at 128K tokens, 0.67 at 256K and 512K, 0.74
-at 64K."""
+"""The same of causal attention in a fused kernel, 7B: 0.68 at 128K tokens, 0.67 at 256K and 512K,
+0.74 at 64K."""
 LAYER_BANDWIDTH = 0.75
 """Bandwidth that the layer's other kernels reach, over that of one large copy on the device."""
 HEAD_EFFICIENCY = 0.9
 """Rate of the output head's products over the same."""
 LOGIT_BYTES = {True: 4, False: 44}
-"""Compiled or not -> bytes of device memory that a token's loss, forward and backward, moves for each
-entry of the vocabulary."""
+"""Compiled or not -> bytes of device memory that a token's loss, forward and backward, moves for
+each entry of the vocabulary."""
 FINISH_BYTES = 6
-"""Bytes a parameter to leave a gradient in its slab and take its norm: bf16 read and write, read."""
+"""Bytes a parameter to leave a gradient in its slab and take its norm: bf16 read and write,
+read."""
 UPDATE_BYTES = 26
 """Bytes a parameter of AdamW with the split master: 12 of weight, remainder and moments, read and
 written, and the gradient's 2."""
 WEIGHTS_BYTES = 18
 """The same of its first pass alone, which writes no moments."""
 ADAMW_SHARE = 0.85
-"""Rate of the CPU's AdamW in a run over that of the probe, which has the machine to itself: the same
-rows."""
+"""Rate of the CPU's AdamW in a run over that of the probe, which has the machine to itself: the
+same rows."""
 PARK_SPEED = 3
 """Copying a gradient out of a shared slab on the CPU, in parameters a second over AdamW's: 26 bytes
 against 4, at torch's speed."""

@@ -1,9 +1,9 @@
-"""Chooses what to put into the device memory that streaming leaves free, which activations wait on the
-host, and how many layers' inputs there is room for.
+"""Chooses what to put into the device memory that streaming leaves free, which activations wait on
+the host, and how many layers' inputs there is room for.
 
-Invariant: of the placements tried whose closed-form bytes fit device and host, the one whose simulated
-step is the shortest, and of equals the one with the fewest offloaded layers, then the fewest device
-bytes; but one that leaves nothing on the host where it fits and costs little.
+Invariant: of the placements tried whose closed-form bytes fit device and host, the one whose
+simulated step is the shortest, and of equals the one with the fewest offloaded layers, then the
+fewest device bytes; but one that leaves nothing on the host where it fits and costs little.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ USABLE_HOST = 0.9
 EQUAL = 1e-3
 """Share of a step by which two placements may differ and still count as equally fast."""
 RESIDENT = 0.02
-"""Share of a step to give for leaving no block on the host: no update is pending at a step's end (14%
-of a window of two at 3B, by the model), none depends on what else the CPU does, and host memory is
-free."""
+"""Share of a step to give for leaving no block on the host: no update is pending at a step's end
+(14% of a window of two at 3B, by the model), none depends on what else the CPU does, and host
+memory is free."""
 
 Fits = Callable[[Blocks], bool]
 
@@ -39,8 +39,8 @@ def nothing_moved(blocks: Blocks) -> Blocks:
 def checkpoint_interval(
     blocks: Blocks, *, fits: Fits, device_bytes: Callable[[Blocks], int]
 ) -> int:
-    """The fewest layers between two kept inputs with which the blocks fit, with nothing placed that is
-    left to `choose`; where none fits, that of the fewest device bytes."""
+    """The fewest layers between two kept inputs with which the blocks fit, with nothing placed that
+    is left to `choose`; where none fits, that of the fewest device bytes."""
     plain = nothing_moved(blocks)
     tried = [replace(plain, checkpoint_interval=number) for number in blocks.layers]
     return next(filter(fits, tried), min(tried, key=device_bytes)).checkpoint_interval
@@ -55,9 +55,9 @@ def choose(
 ) -> Blocks:
     """`asked` with what is AUTO of PLACED chosen.
 
-    For given device blocks and offloaded layers the most kept layers that fit are best: one more saves
-    a recomputation. Of the other two a grid of at most 16 x 8 is tried, then every pair around its
-    best, then everything on the device.
+    For given device blocks and offloaded layers the most kept layers that fit are best: one more
+    saves a recomputation. Of the other two a grid of at most 16 x 8 is tried, then every pair
+    around its best, then everything on the device.
     """
     devices = _open(asked.device_optimizer, asked.num_blocks)
     keeps = _open(asked.keep_activations, asked.num_layers)
@@ -105,8 +105,8 @@ def _around(middle: int, values: Sequence[int], stride: int) -> list[int]:
 
 
 def _most_kept(blocks: Blocks, keeps: Sequence[int], fits: Fits) -> Blocks | None:
-    """The candidate that keeps the most layers' activations and still fits; an offloaded layer cannot
-    be kept."""
+    """The candidate that keeps the most layers' activations and still fits; an offloaded layer
+    cannot be kept."""
     most = None
     for number in keeps:
         candidate = replace(blocks, keep_activations=number)

@@ -1,4 +1,5 @@
-"""Bytes and seconds of one model on one machine for any placement of its blocks, and the best of them.
+"""Bytes and seconds of one model on one machine for any placement of its blocks, and the best of
+them.
 
 Invariant: what is planned here is what the store and the device memory allocate and what the step
 does; nothing here allocates, but for the probe of rates that were not given.
@@ -104,8 +105,8 @@ class Planner:
         return window_s(ops, self._cost(blocks).seconds, num_steps)
 
     def _as_run(self, blocks: Blocks) -> Blocks:
-        """Pageable copies hold the launching thread until they are done, so all takes turns as on one
-        stream."""
+        """Pageable copies hold the launching thread until they are done, so all takes turns as on
+        one stream."""
         return replace(blocks, streams=1) if self.config.pinned == "none" else blocks
 
     def _cost(self, blocks: Blocks) -> Cost:

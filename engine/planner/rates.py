@@ -49,7 +49,8 @@ class Rates:
 def measure(
     device: torch.device, num_threads: int, *, pinned: bool = True, use_native: bool = True
 ) -> Rates:
-    """Probe the rates of this machine; a second or two, 0.8 GiB of device and 1.1 GiB of host memory for that time.
+    """Probe the rates of this machine; a second or two, 0.8 GiB of device and 1.1 GiB of host
+    memory for that time.
 
     pinned: whether the link is probed from pinned memory. use_native: as AdamW's.
     """
@@ -83,7 +84,8 @@ def _probe(device: torch.device, num_threads: int, pinned: bool, use_native: boo
     taken = _in_turns(
         [partial(update, state, gradient, step=0, scale=1.0) for update in updates], UPDATE_ROUNDS
     )
-    # Not the fastest, nor the median: a run meets whatever else the machine does, and its step takes what updates take in the mean.
+    # Not the fastest, nor the median: a run meets whatever else the machine does, and its step
+    # takes what updates take in the mean.
     adamw, first, second = (PROBE_NUMEL / statistics.mean(times) for times in taken)
     return Rates(
         matmul_flops=2 * PROBE_SIZE**3 / synchronized(lambda: torch.matmul(a, a)),
@@ -101,7 +103,8 @@ def _fastest(work: Callable[[], object]) -> float:
 
 
 def _in_turns(works: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
-    """Seconds of each run of each, one after the other, round after round; a first round does not count."""
+    """Seconds of each run of each, one after the other, round after round; a first round does not
+    count."""
     times: list[list[float]] = [[] for _ in works]
     for counts in (False, *[True] * rounds):
         for work, samples in zip(works, times, strict=True):

@@ -1,4 +1,5 @@
-"""Figures: every one is drawn from the record, the same bytes twice, and says its finding and units."""
+"""Figures: every one is drawn from the record, the same bytes twice, and says its finding and
+units."""
 
 import io
 import itertools
@@ -44,7 +45,11 @@ def test_no_words_overlap_or_leave_the_page(name: str) -> None:
         for tick in axis.get_major_ticks()
         if not min(axis.get_view_interval()) <= tick.get_loc() <= max(axis.get_view_interval())
     }
-    words = [one for one in figure.findobj(Text) if one.get_visible() and one.get_text().strip() and id(one) not in unseen]
+    words = [
+        one
+        for one in figure.findobj(Text)
+        if one.get_visible() and one.get_text().strip() and id(one) not in unseen
+    ]
     boxes = [(one.get_text(), one.get_window_extent()) for one in words]
     page = figure.bbox
     for text, box in boxes:

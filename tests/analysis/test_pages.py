@@ -1,4 +1,5 @@
-"""Pages: what is committed is what the rows give, and prose types no number that a row could change."""
+"""Pages: what is committed is what the rows give, and prose types no number that a row could
+change."""
 
 import re
 import shutil
@@ -12,7 +13,9 @@ from tests.made_rows import save
 
 TYPED = re.compile(r"\d\.\d+ ?x\b|\d{1,3},\d{3} tokens/s|\d+(\.\d+)?%|\d+ tokens/s|[+−]\d+\.\d")
 """Ratios, speeds and percentages."""
-COUNTED = re.compile(r"\b(?:two|three|four|five|six|seven|eight|nine|ten) (?:times|machines|repeats|trials)\b")
+COUNTED = re.compile(
+    r"\b(?:two|three|four|five|six|seven|eight|nine|ten) (?:times|machines|repeats|trials)\b"
+)
 """What a later run would change."""
 CLAIM = "1.84x"
 """The paper's number, which no row of ours can change."""
@@ -70,7 +73,13 @@ def test_rows_of_a_second_machine_join_the_page_and_no_ratio_spans_the_two(tmp_p
 
 
 @pytest.mark.parametrize(
-    "marker", ["ratio:nowhere/fast/zero3", "speed:vs_zero3_14b/echo", "bogus:vs_zero3_14b/fast", "most:nowhere"]
+    "marker",
+    [
+        "ratio:nowhere/fast/zero3",
+        "speed:vs_zero3_14b/echo",
+        "bogus:vs_zero3_14b/fast",
+        "most:nowhere",
+    ],
 )
 def test_a_marker_that_names_nothing_is_one_line(marker: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"{{{marker}}}")) as caught:

@@ -12,7 +12,10 @@ from analysis import record
 from sweeps.result import Row
 from tests.made_rows import CPU, H200, curve, row, save
 
-BOOT, OTHER = {**H200, "boot": "0123abcd", "device_bytes": 10**11}, {**H200, "boot": "deadbeef", "device_bytes": 10**11}
+BOOT, OTHER = (
+    {**H200, "boot": "0123abcd", "device_bytes": 10**11},
+    {**H200, "boot": "deadbeef", "device_bytes": 10**11},
+)
 
 
 def lines_of(path: Path) -> list[dict]:
@@ -20,7 +23,14 @@ def lines_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def measured(system: str, *, machine: dict = BOOT, experiment: str = "mine", started: str = "08:00:00", **fields) -> Row:
+def measured(
+    system: str,
+    *,
+    machine: dict = BOOT,
+    experiment: str = "mine",
+    started: str = "08:00:00",
+    **fields,
+) -> Row:
     config = {
         "experiment": experiment,
         "system": {"name": system, "dtype": "bfloat16"},
@@ -39,20 +49,30 @@ def measured(system: str, *, machine: dict = BOOT, experiment: str = "mine", sta
 
 
 def test_rows_are_filed_by_study_date_machine_and_boot_byte_for_byte(tmp_path: Path) -> None:
-    source = save(tmp_path / "out" / "rows.jsonl", [measured("zero3"), measured("megatrain", machine=OTHER)])
+    source = save(
+        tmp_path / "out" / "rows.jsonl", [measured("zero3"), measured("megatrain", machine=OTHER)]
+    )
     results = tmp_path / "results"
     told = record.add([source], results)
-    assert told == ["mine/2026-11-21_h200-16c_0123abcd: 1 new row", "mine/2026-11-21_h200-16c_deadbeef: 1 new row"]
+    assert told == [
+        "mine/2026-11-21_h200-16c_0123abcd: 1 new row",
+        "mine/2026-11-21_h200-16c_deadbeef: 1 new row",
+    ]
     files = sorted((results / "mine").glob("*.jsonl"))
     assert b"".join(path.read_bytes() for path in files) == source.read_bytes()
     kinds = yaml.safe_load((results / "machines.yaml").read_text())["kinds"]
-    assert list(kinds["h200-16c"]["runs"]) == ["2026-11-21_h200-16c_0123abcd", "2026-11-21_h200-16c_deadbeef"]
+    assert list(kinds["h200-16c"]["runs"]) == [
+        "2026-11-21_h200-16c_0123abcd",
+        "2026-11-21_h200-16c_deadbeef",
+    ]
 
 
 def test_a_later_row_of_the_run_joins_its_file_and_a_known_one_does_not(tmp_path: Path) -> None:
     results, source = tmp_path / "results", tmp_path / "out" / "rows.jsonl"
     record.add([save(source, [measured("zero3")])], results)
-    told = record.add([save(source, [measured("zero3"), measured("megatrain", started="09:00:00")])], results)
+    told = record.add(
+        [save(source, [measured("zero3"), measured("megatrain", started="09:00:00")])], results
+    )
     assert told == ["mine/2026-11-21_h200-16c_0123abcd: 1 new row, 1 known"]
     (path,) = (results / "mine").glob("*.jsonl")
     assert [one["system"] for one in lines_of(path)] == ["zero3", "megatrain"]
@@ -61,7 +81,9 @@ def test_a_later_row_of_the_run_joins_its_file_and_a_known_one_does_not(tmp_path
 def test_a_row_that_another_study_measured_is_filed_once_and_shared(tmp_path: Path) -> None:
     results, original = tmp_path / "results", measured("zero3", experiment="first")
     copy = dataclasses.replace(original, experiment="second")
-    source = save(tmp_path / "rows.jsonl", [original, copy, measured("megatrain", experiment="second")])
+    source = save(
+        tmp_path / "rows.jsonl", [original, copy, measured("megatrain", experiment="second")]
+    )
     record.add([source], results)
     assert len(list(results.rglob("*.jsonl"))) == 2
     found = record.load(results)
@@ -80,7 +102,9 @@ def test_a_row_that_another_study_measured_is_filed_once_and_shared(tmp_path: Pa
         (measured("zero3", git_commit="0123456-dirty"), "a row of commit 0123456-dirty"),
     ],
 )
-def test_what_may_not_be_filed_is_one_line_and_leaves_nothing(tmp_path: Path, bad: Row, told: str) -> None:
+def test_what_may_not_be_filed_is_one_line_and_leaves_nothing(
+    tmp_path: Path, bad: Row, told: str
+) -> None:
     source = save(tmp_path / "rows.jsonl", [measured("megatrain"), bad])
     with pytest.raises(ValueError, match=told) as caught:
         record.add([source], tmp_path / "results")
@@ -98,7 +122,13 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_study_without_a_speed_gets_its_page_and_no_picture(tmp_path: Path, capsys) -> None:
-    lost = {"status": "oom_device", "reason": "full", "tokens_per_s": None, "step_s": [], "losses": []}
+    lost = {
+        "status": "oom_device",
+        "reason": "full",
+        "tokens_per_s": None,
+        "step_s": [],
+        "losses": [],
+    }
     source = save(tmp_path / "rows.jsonl", [dataclasses.replace(measured("zero3"), **lost)])
     results = tmp_path / "results"
     assert command.main(["add", str(source), "--results", str(results)]) == 0

@@ -8,7 +8,7 @@ import pytest
 from analysis import __main__ as command
 from analysis import report, rows, studies, tables
 from tests.made_rows import CPU, row, save
-from tests.unit.study_rows import batch_rows, config, factor_rows, grid_rows, ladder_rows, size_rows
+from tests.study_rows import batch_rows, config, factor_rows, grid_rows, ladder_rows, size_rows
 
 
 def test_an_axis_of_studies_yaml_that_no_row_has_is_one_line(monkeypatch) -> None:
@@ -26,7 +26,11 @@ def run(capsys, *arguments: object) -> tuple[int, str, str]:
 
 
 def test_a_comparison_has_a_table_an_answer_and_a_picture(tmp_path: Path, capsys) -> None:
-    given = [row("in_memory", [1.0] * 3), row("zero3", [3.0] * 3, agrees=True), row("megatrain", [1.5, 1.51, 1.49], agrees=True)]
+    given = [
+        row("in_memory", [1.0] * 3),
+        row("zero3", [3.0] * 3, agrees=True),
+        row("megatrain", [1.5, 1.51, 1.49], agrees=True),
+    ]
     path = save(
         tmp_path / "rows.jsonl",
         [
@@ -91,12 +95,21 @@ def test_a_cpu_s_speeds_say_what_they_prove(tmp_path: Path, capsys) -> None:
 
 
 def test_a_report_removes_the_pictures_of_the_one_before(tmp_path: Path, capsys) -> None:
-    two = [row("zero3", [1.0] * 3), row("zero3", [1.0] * 3, model="other", cell="b", num_params=10**9)]
+    two = [
+        row("zero3", [1.0] * 3),
+        row("zero3", [1.0] * 3, model="other", cell="b", num_params=10**9),
+    ]
     path = save(tmp_path / "rows.jsonl", two)
     run(capsys, "report", path, "--x", "num_params")
     save(path, [row("zero3", [1.0] * 3), row("fsdp2", [1.0] * 3)])
     run(capsys, "report", path)
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["report.md", "report.pdf", "report.png", "report.tex", "rows.jsonl"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == [
+        "report.md",
+        "report.pdf",
+        "report.png",
+        "report.tex",
+        "rows.jsonl",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +125,10 @@ def test_a_report_removes_the_pictures_of_the_one_before(tmp_path: Path, capsys)
 )
 def test_bad_input_is_one_line(arguments: list[str], told: str, tmp_path: Path, capsys) -> None:
     (tmp_path / "empty").mkdir()
-    given = [row("megatrain", [1.0] * 3, machine=CPU, config=config(depth=depth), cell=str(depth)) for depth in (1, 2)]
+    given = [
+        row("megatrain", [1.0] * 3, machine=CPU, config=config(depth=depth), cell=str(depth))
+        for depth in (1, 2)
+    ]
     save(tmp_path / "some" / "rows.jsonl", given)
     places = {"EMPTY": tmp_path / "empty", "ROWS": tmp_path / "some"}
     code, _, err = run(capsys, *[places.get(one, one) for one in arguments])

@@ -12,7 +12,11 @@ from tests.made_rows import H200, curve, row, save
 
 def test_a_null_stays_null_and_bytes_become_gb(tmp_path: Path) -> None:
     path = save(
-        tmp_path / "rows.jsonl", [row("zero3", [1.0], losses=curve(3), peak_host_bytes=3 * 10**9), row("fsdp2", status="error")]
+        tmp_path / "rows.jsonl",
+        [
+            row("zero3", [1.0], losses=curve(3), peak_host_bytes=3 * 10**9),
+            row("fsdp2", status="error"),
+        ],
     )
     found = rows.frame(path).set_index("system")
     assert found.loc["zero3", "host_gb"] == 3.0
@@ -21,12 +25,20 @@ def test_a_null_stays_null_and_bytes_become_gb(tmp_path: Path) -> None:
 
 def test_a_run_is_named_by_date_machine_and_boot() -> None:
     machine = {**H200, "boot": "0123abcd"}
-    found = rows.from_rows([row("zero3", [1.0], machine=machine), row("fsdp2", [1.0], machine={**machine, "boot": None})])
+    found = rows.from_rows(
+        [
+            row("zero3", [1.0], machine=machine),
+            row("fsdp2", [1.0], machine={**machine, "boot": None}),
+        ]
+    )
     assert list(found["run"]) == ["2026-11-21_h200-16c_0123abcd", "2026-11-21_h200-16c_t0800"]
 
 
 def test_two_boots_are_two_runs_and_both_stay() -> None:
-    again = [row("zero3", [step], machine={**H200, "boot": boot}) for boot, step in (("aaaaaaaa", 1.0), ("bbbbbbbb", 2.0))]
+    again = [
+        row("zero3", [step], machine={**H200, "boot": boot})
+        for boot, step in (("aaaaaaaa", 1.0), ("bbbbbbbb", 2.0))
+    ]
     found = rows.from_rows(again)
     assert list(found["run"].str[-8:]) == ["aaaaaaaa", "bbbbbbbb"]
     assert found["cell"].nunique() == 1
@@ -40,7 +52,12 @@ def test_within_a_run_the_last_row_of_a_cell_counts_whatever_its_clock_says() ->
 
 
 def test_a_reference_measured_later_is_held_against() -> None:
-    config = {"system": {"name": "x", "dtype": "bfloat16"}, "machine": {"device": "cuda"}, "measure": {}, "recipe": {}}
+    config = {
+        "system": {"name": "x", "dtype": "bfloat16"},
+        "machine": {"device": "cuda"},
+        "measure": {},
+        "recipe": {},
+    }
     early = row("megatrain", [1.0], losses=curve(5, 1e-4), config=config)
     late = row("in_memory", [1.0], losses=curve(5), config=config)
     found = rows.from_rows([early, late]).set_index("system")
@@ -58,12 +75,20 @@ def test_a_reference_measured_later_is_held_against() -> None:
     ],
 )
 def test_a_rival_s_family_and_mode(preset, compiled, known) -> None:
-    assert rows.family_and_mode(row("zero3", [1.0], preset=preset, config={"system": {"compile": compiled}})) == known
+    assert (
+        rows.family_and_mode(
+            row("zero3", [1.0], preset=preset, config={"system": {"compile": compiled}})
+        )
+        == known
+    )
 
 
 def test_the_engine_s_presets_are_families() -> None:
     engine = [("fast", True), ("stream", False), ("stream", True), ("5_compiled", True)]
-    told = [rows.family_and_mode(row("megatrain", [1.0], preset=p, config={"system": {"compile": c}})) for p, c in engine]
+    told = [
+        rows.family_and_mode(row("megatrain", [1.0], preset=p, config={"system": {"compile": c}}))
+        for p, c in engine
+    ]
     assert told == [
         ("megatrain_fast", ""),
         ("megatrain_stream", ""),
@@ -86,7 +111,9 @@ GOOD = json.loads(row("zero3", [1.0]).to_json())
         ("{torn\n" + row("zero3", [1.0]).to_json() + "\n", "line 1 is not JSON"),
     ],
 )
-def test_bad_input_is_one_line_with_the_file(tmp_path: Path, content: str | None, told: str) -> None:
+def test_bad_input_is_one_line_with_the_file(
+    tmp_path: Path, content: str | None, told: str
+) -> None:
     path = tmp_path / "rows.jsonl"
     if content is not None:
         path.write_text(content)
@@ -110,7 +137,9 @@ def test_every_committed_row_is_read_and_stands_once() -> None:
 
 def test_the_rows_that_a_study_shares_are_another_s_measurement() -> None:
     found = record.load()
-    shared = found[(found["study"] == "batch_size") & (found["cell"] == "47865487068f") & ~found["superseded"]]
+    shared = found[
+        (found["study"] == "batch_size") & (found["cell"] == "47865487068f") & ~found["superseded"]
+    ]
     origin = found[(found["study"] == "model_size") & (found["cell"] == "47865487068f")]
     assert list(shared["tokens_per_s"]) == list(origin["tokens_per_s"])
 

@@ -1,4 +1,5 @@
-"""Speeds, intervals and ratios: against scipy, a bootstrap, and what the committed rows are known to say."""
+"""Speeds, intervals and ratios: against scipy, a bootstrap, and what the committed rows are known
+to say."""
 
 import math
 import random
@@ -11,7 +12,7 @@ from scipy import stats
 from analysis import record, rows, speeds, studies
 from sweeps.result import Row
 from tests.made_rows import curve, row
-from tests.unit.test_sweeps_config import composed
+from tests.sweeps.test_config import composed
 
 
 def measured(repeat: int, system: str, step_s: list[float], **fields: object) -> Row:
@@ -50,10 +51,31 @@ def test_a_ratio_s_interval_is_welch_s() -> None:
 
 def test_repeats_of_one_configuration_are_one_line() -> None:
     given = [measured(1, "fsdp2", [4.0, 4.1, 4.2], agrees=True)]
-    for repeat, (zero3, megatrain) in enumerate([(3.0, 1.50), (3.1, 1.52), (3.2, 1.48), (3.1, 1.55)], 1):
-        given.append(measured(repeat, "zero3", [zero3, zero3 + 0.01, zero3 - 0.01], agrees=True, max_loss_difference=1e-4 * repeat))
-        ran = {"status": "timeout", "reason": "killed"} if repeat == 4 else {"agrees": True, "peak_host_bytes": repeat * 10**9}
-        given.append(measured(repeat, "megatrain", [] if repeat == 4 else [megatrain, megatrain, megatrain + 0.02], **ran))
+    for repeat, (zero3, megatrain) in enumerate(
+        [(3.0, 1.50), (3.1, 1.52), (3.2, 1.48), (3.1, 1.55)], 1
+    ):
+        given.append(
+            measured(
+                repeat,
+                "zero3",
+                [zero3, zero3 + 0.01, zero3 - 0.01],
+                agrees=True,
+                max_loss_difference=1e-4 * repeat,
+            )
+        )
+        ran = (
+            {"status": "timeout", "reason": "killed"}
+            if repeat == 4
+            else {"agrees": True, "peak_host_bytes": repeat * 10**9}
+        )
+        given.append(
+            measured(
+                repeat,
+                "megatrain",
+                [] if repeat == 4 else [megatrain, megatrain, megatrain + 0.02],
+                **ran,
+            )
+        )
     lines = lines_of(given)
     zero3, megatrain = lines.loc["zero3"], lines.loc["megatrain"]
     assert list(lines["num_repeats"]) == [1, 4, 3]
@@ -74,25 +96,38 @@ def test_two_windows_or_two_repeats_give_no_interval() -> None:
 def test_the_standard_error_is_that_of_the_hierarchical_bootstrap() -> None:
     """The closed form against twenty thousand two-stage resamples of four unlike repeats."""
     drawn = random.Random(3)
-    logs = [[0.1 * repeat + drawn.gauss(0, 0.05 * repeat) for _ in range(3)] for repeat in (1, 2, 3, 4)]
+    logs = [
+        [0.1 * repeat + drawn.gauss(0, 0.05 * repeat) for _ in range(3)] for repeat in (1, 2, 3, 4)
+    ]
     means = []
     for _ in range(20_000):
         repeats = drawn.choices(logs, k=len(logs))
-        means.append(statistics.fmean(statistics.fmean(drawn.choices(windows, k=len(windows))) for windows in repeats))
-    error = speeds.speed([1.0] * 4, [[math.exp(value) for value in windows] for windows in logs])["error"]
+        means.append(
+            statistics.fmean(
+                statistics.fmean(drawn.choices(windows, k=len(windows))) for windows in repeats
+            )
+        )
+    error = speeds.speed([1.0] * 4, [[math.exp(value) for value in windows] for windows in logs])[
+        "error"
+    ]
     assert error**2 * 3 / 4 == pytest.approx(statistics.pvariance(means), rel=0.03)
 
 
 @pytest.mark.parametrize(("between", "within"), [(0.02, 0.005), (0.005, 0.02)])
 def test_intervals_of_three_repeats_cover_the_truth(between: float, within: float) -> None:
-    """Of 1000 draws of three repeats of three windows, at least 93% of the intervals hold the true speed 1 and ratio 2."""
+    """Of 1000 draws of three repeats of three windows, at least 93% of the intervals hold the true
+    speed 1 and ratio 2."""
     generator = np.random.default_rng(11)
     held = [0, 0]
     for _ in range(1000):
         pools = []
         for scale in (1.0, 2.0):
-            windows = scale * np.exp(generator.normal(0, between, (3, 1)) + generator.normal(0, within, (3, 3)))
-            pools.append(speeds.speed([1 / float(repeat.mean()) for repeat in windows], windows.tolist()))
+            windows = scale * np.exp(
+                generator.normal(0, between, (3, 1)) + generator.normal(0, within, (3, 3))
+            )
+            pools.append(
+                speeds.speed([1 / float(repeat.mean()) for repeat in windows], windows.tolist())
+            )
         found = speeds.ratio(*pools)
         held[0] += pools[0]["lo"] <= 1.0 <= pools[0]["hi"]
         held[1] += found.lo <= 2.0 <= found.hi
@@ -105,13 +140,19 @@ def test_the_committed_headline() -> None:
     mine = lines[lines["run"] == "2026-11-22_h200-64c_524bf9d0"].set_index("family")
     found = speeds.ratio(mine.loc["megatrain_fast"], mine.loc["zero3"])
     assert (found.value, found.lo, found.hi) == pytest.approx((1.7526, 1.591, 1.930), abs=6e-4)
-    seven = lines[(lines["run"] == "2026-11-22_h200-32c_65ed26ba") & (lines["study"] == "vs_zero3_7b")].set_index("family")
+    seven = lines[
+        (lines["run"] == "2026-11-22_h200-32c_65ed26ba") & (lines["study"] == "vs_zero3_7b")
+    ].set_index("family")
     found = speeds.ratio(seven.loc["megatrain_fast"], seven.loc["zero3"])
     assert (found.value, found.lo, found.hi) == pytest.approx((2.07, 2.01, 2.13), abs=6e-3)
 
 
 def test_what_differs_is_not_comparable() -> None:
     lines = lines_of(
-        [row("zero3", [3.0] * 3, agrees=True), row("zenflow", [1.0] * 3, agrees=False), row("fsdp2", status="oom_device")]
+        [
+            row("zero3", [3.0] * 3, agrees=True),
+            row("zenflow", [1.0] * 3, agrees=False),
+            row("fsdp2", status="oom_device"),
+        ]
     )
     assert list(speeds.comparable(lines.reset_index())) == [True, False, False]

@@ -1,7 +1,9 @@
-"""What a user can get wrong, as a table: one line a command, `ARGUMENTS => WORDS` that the one line on stderr has to contain.
+"""What a user can get wrong, as a table: one line a command, `ARGUMENTS => WORDS` that the one line
+on stderr has to contain.
 
-Invariant: every line ends in exit code 2, one line on stderr that names a config path, a flag or a file, and no file that was not
-there before. A line is added to the text of its program; the files that it may name are made by `furnish`.
+Invariant: every line ends in exit code 2, one line on stderr that names a config path, a flag or a
+file, and no file that was not there before. A line is added to the text of its program; the files
+that it may name are made by `furnish`.
 
     python -m tests.e2e.bad_inputs      # tries all of them, each in a forked process that has everything imported; prints JSON
 """
@@ -483,7 +485,11 @@ TABLE = {
 }
 LONG = "n" * 300
 """A name that no file can have; stands for LONG in the table."""
-MODULES = {"engine": "engine.__main__", "analysis": "analysis.__main__", "analysis.notebooks": "analysis.notebooks.__main__"}
+MODULES = {
+    "engine": "engine.__main__",
+    "analysis": "analysis.__main__",
+    "analysis.notebooks": "analysis.notebooks.__main__",
+}
 
 
 def cases() -> list[tuple[str, str, str]]:
@@ -500,7 +506,13 @@ def cases() -> list[tuple[str, str, str]]:
 def furnish(folder: Path, rows: str) -> None:
     """The files that commands of the table name."""
     (folder / "folder").mkdir()
-    written = {"file": "x\n", "empty.jsonl": "", "torn.jsonl": "{\n{}\n", "list.jsonl": "[1]\n", "good.jsonl": rows}
+    written = {
+        "file": "x\n",
+        "empty.jsonl": "",
+        "torn.jsonl": "{\n{}\n",
+        "list.jsonl": "[1]\n",
+        "good.jsonl": rows,
+    }
     written["later.jsonl"] = json.dumps(json.loads(rows) | {"schema_version": 99}) + "\n"
     for name, text in written.items():
         (folder / name).write_text(text)
@@ -533,13 +545,16 @@ def _child(program: str, arguments: str, folder: Path) -> None:
 def _tried(folder: Path, before: dict[str, int], status: int) -> dict[str, Any]:
     after = listing(folder)
     told = Path(f"{folder}.stderr").read_text(errors="replace")
-    left = sorted(name for name in after.keys() | before.keys() if after.get(name) != before.get(name))
+    left = sorted(
+        name for name in after.keys() | before.keys() if after.get(name) != before.get(name)
+    )
     shutil.rmtree(folder)
     return {"code": os.waitstatus_to_exitcode(status), "stderr": told, "left": left}
 
 
 def warm() -> None:
-    """Import what the commands import, now and on their first use: a forked process has it already."""
+    """Import what the commands import, now and on their first use: a forked process has it
+    already."""
     for program in TABLE:
         importlib.import_module(MODULES.get(program, program))
     from sweeps import auto, command, plan
@@ -551,7 +566,8 @@ def warm() -> None:
 
 
 def main() -> int:
-    """Try every line, and print what came of it: a list of code, stderr and files left, in the order of the table."""
+    """Try every line, and print what came of it: a list of code, stderr and files left, in the
+    order of the table."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     rows = Path(sys.argv[1]).read_text().splitlines()[0] + "\n"
     warm()

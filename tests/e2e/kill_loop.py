@@ -36,9 +36,7 @@ from tests.e2e.test_sweeps_cli import SMALL
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "MEGATRAIN_KILL_LOOP"
 """Environment variable by which processes are known to have come from this loop."""
-DAEMON = (
-    "import subprocess, sys\nif 'sweeps.cell' in sys.orig_argv:\n    subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
-)
+DAEMON = "import subprocess, sys\nif 'sweeps.cell' in sys.orig_argv:\n    subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
 """The sitecustomize of every process: a cell has a child in a session of its own."""
 AXES = ["--multirun", "system=in_memory,megatrain", "logging=none"]
 NUM_CELLS = 2
@@ -82,7 +80,9 @@ def ours() -> dict[int, str]:
 def cells() -> dict[int, str]:
     """Those of `ours` that belong to cells or looks at cells, daemons and keepers among them."""
     words = ("sweeps.cell", "sweeps.outlook", "sleep 600")
-    return {pid: command for pid, command in ours().items() if any(map(command.__contains__, words))}
+    return {
+        pid: command for pid, command in ours().items() if any(map(command.__contains__, words))
+    }
 
 
 def lives(pid: int, seconds: float) -> bool:
@@ -122,7 +122,8 @@ class Loop:
         return commanded(lambda: analysis.main(["report", str(self.rows_path)]))
 
     def disturb(self, kind: str) -> bool:
-        """Kill a command, or the cell that it runs, at a random moment; False where it ended before."""
+        """Kill a command, or the cell that it runs, at a random moment; False where it ended
+        before."""
         pid = self.command(kind)
         if not lives(pid, self.random.uniform(0.0, SPAN_S[kind])):
             return False

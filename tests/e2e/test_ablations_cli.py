@@ -1,4 +1,5 @@
-"""Every study of conf/ablation through its real command: sweeps.run's main, Hydra's multirun, a process a cell, the report."""
+"""Every study of conf/ablation through its real command: sweeps.run's main, Hydra's multirun, a
+process a cell, the report."""
 
 import os
 import subprocess
@@ -28,14 +29,21 @@ WHOLE = {
     "device_memory": {"machine.device_bytes": "16000000000", "system": "megatrain_fast,zero3"},
     "ladder": {"+rung": "0_paper,8_fast"},
 }
-"""Where the quicker two cells of a study leave out what only processes of their own show: compiled layers, and ZeRO-3."""
+"""Where the quicker two cells of a study leave out what only processes of their own show: compiled
+layers, and ZeRO-3."""
 
 
 def ran(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """One command, ended well."""
     command = [sys.executable, "-m", "sweeps.run", *arguments, f"output_dir={folder}"]
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240, check=False
+        command,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done
@@ -50,11 +58,15 @@ def test_every_study_goes_from_its_command_to_its_figure(name: str, tmp_path: Pa
     rows = read_rows(tmp_path / "rows.jsonl")
     assert [row.status for row in rows] == ["ok", "wont_fit" if name == "model_size" else "ok"]
     assert {row.experiment for row in rows} == {name}
-    table = [line for line in (tmp_path / "report.md").read_text().splitlines() if line.startswith("|")]
+    table = [
+        line for line in (tmp_path / "report.md").read_text().splitlines() if line.startswith("|")
+    ]
     assert len(table) == 2 + len(rows)
     shown = "".join(table).replace("*", "")
     for row in rows:
-        assert (f"| {row.tokens_per_s:,.0f} |" if row.status == "ok" else "| does not fit |") in shown
+        assert (
+            f"| {row.tokens_per_s:,.0f} |" if row.status == "ok" else "| does not fit |"
+        ) in shown
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -69,7 +81,9 @@ def test_the_table_of_a_study_is_of_its_rows(tmp_path: Path) -> None:
     assert rows[1].num_params is not None
     assert rows[0].num_params < rows[1].num_params
     page = (tmp_path / "report.md").read_text()
-    title, _, *body = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("|")]
+    title, _, *body = [
+        line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("|")
+    ]
     assert title[:2] == ["num hidden layers", "tokens/s"]
     assert [line[0] for line in body] == ["1", "2"]
     for line, row in zip(body, rows, strict=True):

@@ -1,4 +1,5 @@
-"""Every line of the table of bad inputs: no traceback, exit code 2, one line that says where, nothing left behind."""
+"""Every line of the table of bad inputs: no traceback, exit code 2, one line that says where,
+nothing left behind."""
 
 import json
 import os
@@ -21,7 +22,9 @@ def tried() -> list[dict[str, Any]]:
     rows = min((ROOT / "analysis" / "results").rglob("*.jsonl"))
     command = [sys.executable, "-m", "tests.e2e.bad_inputs", str(rows)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -31,7 +34,9 @@ def test_the_table_is_long_and_says_nothing_twice() -> None:
     assert len({(program, arguments) for program, arguments, _ in CASES}) == len(CASES)
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{program} {arguments}" for program, arguments, _ in CASES])
+@pytest.mark.parametrize(
+    "number", range(len(CASES)), ids=[f"{program} {arguments}" for program, arguments, _ in CASES]
+)
 def test_a_bad_input_is_one_line(tried: list[dict[str, Any]], number: int) -> None:
     _, _, words = CASES[number]
     got = tried[number]

@@ -1,4 +1,5 @@
-"""The command line where it is right: flags in any order, Hydra's sweeps, streams of any kind; and what is refused in time."""
+"""The command line where it is right: flags in any order, Hydra's sweeps, streams of any kind; and
+what is refused in time."""
 
 import os
 import subprocess
@@ -28,7 +29,10 @@ def test_flags_stand_anywhere_and_hydra_gets_them_first() -> None:
 def test_a_glob_is_the_files_it_matches() -> None:
     auto.register()
     command = asked(["--multirun", "system=glob(in_memory*,exclude=*kept)"])
-    assert [(cell.system, cell.options["compile"]) for cell in command.cells or ()] == [("in_memory", False), ("in_memory", True)]
+    assert [(cell.system, cell.options["compile"]) for cell in command.cells or ()] == [
+        ("in_memory", False),
+        ("in_memory", True),
+    ]
 
 
 def test_a_cell_alone_is_what_a_sweep_makes_of_it() -> None:
@@ -48,17 +52,26 @@ def test_nonsense_in_a_model_is_refused_before_the_first_cell_of_a_sweep(tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_a_cell_alone_with_nonsense_in_its_model_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    done = sweep(tmp_path / "out", "system=in_memory", "model.config.rope_parameters.rope_type=spiral")
+def test_a_cell_alone_with_nonsense_in_its_model_is_refused_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    done = sweep(
+        tmp_path / "out", "system=in_memory", "model.config.rope_parameters.rope_type=spiral"
+    )
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
     assert done.stderr.startswith("model.config: got {")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_cell_is_measured_where_no_stream_is_open(tmp_path: Path) -> None:
-    """The next files and pipes that are opened would take the descriptors 0, 1 and 2, and prints would go into them."""
-    command = subprocess.list2cmdline(command_of(tmp_path, "system=in_memory", *SMALL, "logging=none"))
-    done = subprocess.run(["sh", "-c", f"{command} <&- >&- 2>&-"], cwd=ROOT, env=ENVIRONMENT, timeout=280, check=False)
+    """The next files and pipes that are opened would take the descriptors 0, 1 and 2, and prints
+    would go into them."""
+    command = subprocess.list2cmdline(
+        command_of(tmp_path, "system=in_memory", *SMALL, "logging=none")
+    )
+    done = subprocess.run(
+        ["sh", "-c", f"{command} <&- >&- 2>&-"], cwd=ROOT, env=ENVIRONMENT, timeout=280, check=False
+    )
     assert done.returncode == 0
     assert [row.status for row in read_rows(tmp_path / "rows.jsonl")] == ["ok"]
 
@@ -66,7 +79,9 @@ def test_a_cell_is_measured_where_no_stream_is_open(tmp_path: Path) -> None:
 def test_a_terminal_without_the_characters_gets_others() -> None:
     command = [sys.executable, "-m", "sweeps.plan", "system=in_memory"]
     environment = ENVIRONMENT | {"PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "fits"
     assert "??" in done.stdout
@@ -93,14 +108,20 @@ def test_a_report_that_cannot_be_made_is_said_before_the_cells(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '"x"', '{"matrix_peak_tflops": "fast"}', "\udcff"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", '"x"', '{"matrix_peak_tflops": "fast"}', "\udcff"]
+)
 def test_broken_ceilings_are_one_line_and_measured_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str
 ) -> None:
     path = tmp_path / "ceilings.json"
     path.write_bytes(text.encode(errors="surrogateescape"))
     told = '{"gpu": null, "boot": null, "matrix_peak_tflops": 7.0, "matrix_sustained_tflops": 6.0}'
-    monkeypatch.setattr(ceilings.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, told))
+    monkeypatch.setattr(
+        ceilings.subprocess,
+        "run",
+        lambda command, **_: subprocess.CompletedProcess(command, 0, told),
+    )
     assert ceilings.cached_peaks(tmp_path, "cuda")["matrix_peak_tflops"] == 7.0
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"{path}: got no ceilings")
@@ -133,7 +154,14 @@ def test_reading_runs_leaves_no_log(tmp_path: Path) -> None:
     broken.write_bytes(b"nothing")
     code = f"from pathlib import Path; from analysis import runs; print(runs._read(Path({str(broken)!r})))"
     environment = os.environ | {"TMPDIR": str(tmp_path / "tmp")}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert runfile.AGAIN.encode() in done.stdout
     assert list((tmp_path / "tmp").iterdir()) == []

@@ -15,7 +15,9 @@ KILLS = 30
 def test_kills_lose_tear_double_and_leave_nothing() -> None:
     """Two seconds to be gone in are for a machine with a free core; here others may have it."""
     command = [sys.executable, "-m", "tests.e2e.kill_loop", f"--kills={KILLS}", "--patience=30"]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     assert int(line.split(" kills ")[0]) >= KILLS

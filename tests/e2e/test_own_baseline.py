@@ -1,4 +1,5 @@
-"""A baseline of a stranger's own is one Python file and one YAML, and no line of this project changes for it."""
+"""A baseline of a stranger's own is one Python file and one YAML, and no line of this project
+changes for it."""
 
 from __future__ import annotations
 
@@ -73,11 +74,21 @@ def test_a_baseline_of_ones_own_is_measured(tmp_path: Path) -> None:
     (tmp_path / "conf" / "system").mkdir(parents=True)
     (tmp_path / "own_adagrad.py").write_text(CODE)
     (tmp_path / "conf" / "system" / "adagrad.yaml").write_text(SETTINGS)
-    where = [f"--config-dir={tmp_path / 'conf'}", "system=adagrad", "model=tiny", "logging=none", *SMALL]
+    where = [
+        f"--config-dir={tmp_path / 'conf'}",
+        "system=adagrad",
+        "model=tiny",
+        "logging=none",
+        *SMALL,
+    ]
     done = sweep(tmp_path / "out", *where, PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert done.returncode == 0, done.stderr
     (row,) = read_rows(tmp_path / "out" / "rows.jsonl")
-    assert (row.system, row.status, row.caveat) == ("adagrad", "ok", "Adagrad, where the recipe has AdamW")
+    assert (row.system, row.status, row.caveat) == (
+        "adagrad",
+        "ok",
+        "Adagrad, where the recipe has AdamW",
+    )
     assert row.tokens_per_s > 0
     assert row.losses[-1] < row.losses[0]
     assert row.plan["device"]["moments"] == 4 * row.num_params

@@ -1,4 +1,5 @@
-"""Searches through the command line, in a copy of the checkout for they write into conf/system/tuned; the budget of all of them."""
+"""Searches through the command line, in a copy of the checkout for they write into
+conf/system/tuned; the budget of all of them."""
 
 import importlib.util
 import json
@@ -24,7 +25,7 @@ from sweeps.rows import Rows
 from sweeps.session import UNFINISHED
 from tests.e2e.test_sweeps_cli import ENVIRONMENT, ROOT, SMALL, started
 from tests.made_rows import row
-from tests.unit.test_sweeps_config import composed
+from tests.sweeps.test_config import composed
 
 pytestmark = pytest.mark.timeout(600)
 SEARCHES = sorted(path.stem for path in (auto.CONF / "tune").glob("*.yaml"))
@@ -34,15 +35,27 @@ TIMED = [item for item in SMALL if not item.startswith("measure=")]
 def sweeper_of(override: str) -> dict[str, Any]:
     with initialize_config_dir(str(auto.CONF), version_base="1.3"):
         sweeper = compose("config", [override], return_hydra_config=True).hydra.sweeper
-    parts: dict[str, Any] = {key: OmegaConf.to_container(sweeper[key], resolve=True) for key in ("sampler", "params")}
+    parts: dict[str, Any] = {
+        key: OmegaConf.to_container(sweeper[key], resolve=True) for key in ("sampler", "params")
+    }
     return parts | {key: sweeper[key] for key in ("n_trials", "direction", "n_jobs")}
 
 
-def command(checkout: Path, *overrides: str, left_s: float = 1000.0, **env: str) -> subprocess.CompletedProcess[str]:
+def command(
+    checkout: Path, *overrides: str, left_s: float = 1000.0, **env: str
+) -> subprocess.CompletedProcess[str]:
     """left_s: seconds left of a time limit of 1000."""
     environment = {**ENVIRONMENT, "PYTHONPATH": str(checkout), **env}
     arguments = [*started(left_s), *overrides]
-    return subprocess.run(arguments, cwd=checkout, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(
+        arguments,
+        cwd=checkout,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
 
 
 @pytest.fixture
@@ -53,11 +66,25 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.skipif(importlib.util.find_spec(tuner.PLUGIN) is None, reason="the extra `tune` is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec(tuner.PLUGIN) is None, reason="the extra `tune` is not installed"
+)
 def test_a_search_writes_its_winner_and_trials_and_goes_on_where_it_stopped(checkout: Path) -> None:
-    """Two trials, one of which its system refuses; then a third, with the rows of the first two there."""
-    knobs = ["compile=false", "master=split,nonsense", "depth=2", "gradient_slabs=0", "loss_chunk=4096", "late_moments=true"]
-    knobs = [*(f"system.{knob}" for knob in knobs), "+system.num_micro_batches=1", "process.omp_num_threads=1"]
+    """Two trials, one of which its system refuses; then a third, with the rows of the first two
+    there."""
+    knobs = [
+        "compile=false",
+        "master=split,nonsense",
+        "depth=2",
+        "gradient_slabs=0",
+        "loss_chunk=4096",
+        "late_moments=true",
+    ]
+    knobs = [
+        *(f"system.{knob}" for knob in knobs),
+        "+system.num_micro_batches=1",
+        "process.omp_num_threads=1",
+    ]
     search = ["+tune=megatrain", *TIMED, *knobs, "logging=none", "output_dir=out"]
     done = command(checkout, *search, "hydra.sweeper.n_trials=2")
     assert done.returncode == 0, done
@@ -73,13 +100,17 @@ def test_a_search_writes_its_winner_and_trials_and_goes_on_where_it_stopped(chec
     assert [trial["cell"] for trial in trials] == [row.cell for row in rows]
     best = max(rows, key=lambda row: row.tokens_per_s or 0)
     told = yaml.safe_load((folder / f"{name}.yaml").read_text())
-    assert {key: best.config["system"][key] for key in told["system"] if key != "preset"}.items() <= told["system"].items()
+    assert {
+        key: best.config["system"][key] for key in told["system"] if key != "preset"
+    }.items() <= told["system"].items()
     assert told["process"] == {"omp_num_threads": 1}
     shown = command(checkout, f"system=tuned/{name}", "--cfg", "job", "-p", "process")
     assert yaml.safe_load(shown.stdout.partition("\n")[2])["omp_num_threads"] == 1, shown
     shown = command(checkout, f"system=tuned/{name}", "--cfg", "job", "-p", "system")
     systems = yaml.safe_load(shown.stdout.partition("\n")[2]), best.config["system"]
-    told_system, as_run = ({key: value for key, value in one.items() if value or key not in NEUTRAL} for one in systems)
+    told_system, as_run = (
+        {key: value for key, value in one.items() if value or key not in NEUTRAL} for one in systems
+    )
     assert told_system == {**as_run, "preset": "tuned fast"}, shown
     (folder / f"{name}.yaml").unlink()
     wider = [item.replace("depth=2", "depth=3,4") for item in search]
@@ -109,7 +140,8 @@ def test_every_search_has_the_same_budget_and_starts_from_a_valid_cell() -> None
 
 
 def refusal(cell: Cell) -> str | None:
-    """What a system says against its options; None where it takes them, or cannot run here whatever they are."""
+    """What a system says against its options; None where it takes them, or cannot run here whatever
+    they are."""
     try:
         build(cell.system, cell.spec())
     except Unsupported:
@@ -122,7 +154,9 @@ def refusal(cell: Cell) -> str | None:
 @pytest.mark.parametrize("name", SEARCHES)
 def test_every_choice_of_a_search_is_one_that_its_system_takes(name: str) -> None:
     auto.register()
-    (start,) = command_of([f"+tune={name}", "shape.batch_size=4", "shape.num_micro_batches=1"]).cells or []
+    (start,) = (
+        command_of([f"+tune={name}", "shape.batch_size=4", "shape.num_micro_batches=1"]).cells or []
+    )
     for key, values in sweeper_of(f"+tune={name}")["params"].items():
         for value in yaml.safe_load(values.replace("choice(", "[").replace(")", "]")):
             group, knob = key.lstrip("+").split(".")
@@ -143,31 +177,46 @@ def test_searches_from_two_starts_share_a_folder_and_no_trial(tmp_path: Path) ->
     for number, (start, cell) in enumerate(starts.items(), 1):
         here = environment.machine(cell.machine, None)
         known = {"experiment": cell.experiment, "config": cell.config, "machine": here}
-        Rows().append(cell.rows_path, row("zero3", [1.0], cell=start, tokens_per_s=100.0 * number, **known))
+        Rows().append(
+            cell.rows_path, row("zero3", [1.0], cell=start, tokens_per_s=100.0 * number, **known)
+        )
     for start, cell in starts.items():
         assert [one.cell for one in tuner.trials(cell, Rows())] == [start]
         assert tuner.finish(cell, start, Rows(), tmp_path / "tuned") == 0
     kind = environment.kind(environment.machine(cell.machine, None))
-    assert {path.stem for path in (tmp_path / "tuned").glob("*.yaml")} == {f"{start}-{kind}" for start in starts}
+    assert {path.stem for path in (tmp_path / "tuned").glob("*.yaml")} == {
+        f"{start}-{kind}" for start in starts
+    }
     for start, preset in (("zero3", "tuned"), ("zero3_twinflow", "tuned twinflow")):
         told = yaml.safe_load((tmp_path / "tuned" / f"{start}-{kind}.yaml").read_text())
-        assert (told["defaults"][0], told["system"]["preset"]) == (f"/system/{start}@system", preset)
+        assert (told["defaults"][0], told["system"]["preset"]) == (
+            f"/system/{start}@system",
+            preset,
+        )
 
 
-@pytest.mark.parametrize(("cores", "expected"), [(1, "0,1"), (2, "0,1,2"), (16, "0,4,8,16"), (64, "0,16,32,64")])
-def test_threads_are_chosen_by_the_cores(cores: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("cores", "expected"), [(1, "0,1"), (2, "0,1,2"), (16, "0,4,8,16"), (64, "0,16,32,64")]
+)
+def test_threads_are_chosen_by_the_cores(
+    cores: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sweeps.auto.os.sched_getaffinity", lambda process: set(range(cores)))
     assert auto.threads() == f"choice({expected})"
 
 
-def test_bindings_are_those_that_numactl_takes_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_bindings_are_those_that_numactl_takes_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def takes(arguments: tuple[str, ...]) -> None:
         if "--cpunodebind=1" in arguments:
             raise ValueError("not in this container")
 
     monkeypatch.setattr(auto, "NODES", tmp_path)
     monkeypatch.setattr(auto, "require_numactl", takes)
-    for number, expected in enumerate(("''", "'','--interleave=all','--cpunodebind=0 --preferred=0'")):
+    for number, expected in enumerate(
+        ("''", "'','--interleave=all','--cpunodebind=0 --preferred=0'")
+    ):
         (tmp_path / f"node{number}").mkdir()
         auto.numa.cache_clear()
         assert auto.numa() == f"choice({expected})"
@@ -177,7 +226,8 @@ def test_bindings_are_those_that_numactl_takes_here(monkeypatch: pytest.MonkeyPa
 def test_a_search_without_its_packages_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuner.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        ValueError, match=r"^tune: got 'zero3', allowed where hydra-optuna-sweeper is installed; run pip install .*'\.\[tune\]'$"
+        ValueError,
+        match=r"^tune: got 'zero3', allowed where hydra-optuna-sweeper is installed; run pip install .*'\.\[tune\]'$",
     ):
         command_of(["+tune=zero3"])
 
@@ -199,9 +249,16 @@ def test_a_trial_is_cut_short_where_it_is_well_below_the_best(tmp_path: Path) ->
     assert tuner.pruned(start, Rows()) is start
     here = environment.machine(start.machine, None)
     alike = {"experiment": start.experiment, "machine": here}
-    for cell, tokens_per_s, other in (("a", 100.0, "seed=0"), ("b", 200.0, "seed=0"), ("c", 900.0, "seed=1")):
+    for cell, tokens_per_s, other in (
+        ("a", 100.0, "seed=0"),
+        ("b", 200.0, "seed=0"),
+        ("c", 900.0, "seed=1"),
+    ):
         config = composed("system=zero3", "measure=tune", other).config
-        Rows().append(start.rows_path, row("zero3", [1.0], cell=cell, tokens_per_s=tokens_per_s, config=config, **alike))
+        Rows().append(
+            start.rows_path,
+            row("zero3", [1.0], cell=cell, tokens_per_s=tokens_per_s, config=config, **alike),
+        )
     cut = tuner.pruned(start, Rows())
     assert cut.measure.stop_below == cut.config["measure"]["stop_below"] == 0.9 * 200
     assert cut.hash == start.hash

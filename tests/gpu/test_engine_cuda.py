@@ -1,4 +1,5 @@
-"""The engine on real streams: same bits for any pipeline, no hidden synchronisation or allocation, no race the sanitizer sees.
+"""The engine on real streams: same bits for any pipeline, no hidden synchronisation or allocation,
+no race the sanitizer sees.
 
 python -m pytest tests/gpu -m gpu
 """
@@ -18,14 +19,33 @@ from engine.layout import BLOCK_ALIGNMENT
 from engine.store import _Arena
 from tests.models import make_batch, make_engine, make_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "vocab_size": 512, "max_position_embeddings": 256}
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+}
 
 
 def train(model, num_steps=6, micro_batches=2, recipe=None, *, same_batch=False, **options):
     seeds = [0] * num_steps if same_batch else range(num_steps)
-    batches = [make_batch(seed, micro_batches=micro_batches, rows=4, seq_len=128, vocab=512) for seed in seeds]
-    engine = make_engine(model, batch=batches[0], device="cuda", recipe=recipe or Recipe(lr=1e-3), loss_chunk=256, **options)
+    batches = [
+        make_batch(seed, micro_batches=micro_batches, rows=4, seq_len=128, vocab=512)
+        for seed in seeds
+    ]
+    engine = make_engine(
+        model,
+        batch=batches[0],
+        device="cuda",
+        recipe=recipe or Recipe(lr=1e-3),
+        loss_chunk=256,
+        **options,
+    )
     losses = [engine.train_step(batch) for batch in batches]
     engine.drain()
     result = [loss.item() for loss in losses], dict(engine.parameters())
@@ -39,7 +59,13 @@ def test_any_pipeline_gives_identical_bits(clip_norm):
     recipe, reference = Recipe(lr=1e-3, clip_norm=clip_norm), None
     for depth, streams, interval, slabs in itertools.product((1, 2, 3), (1, 2, 3), (1, 3), (0, 2)):
         found = train(
-            model, recipe=recipe, depth=depth, streams=streams, checkpoint_interval=interval, gradient_slabs=slabs, poison=True
+            model,
+            recipe=recipe,
+            depth=depth,
+            streams=streams,
+            checkpoint_interval=interval,
+            gradient_slabs=slabs,
+            poison=True,
         )
         reference = reference or found
         assert found[0] == reference[0], (depth, streams, interval, slabs)
@@ -49,16 +75,29 @@ def test_any_pipeline_gives_identical_bits(clip_norm):
 
 @pytest.mark.parametrize("clip_norm", [1.0, 0.0])
 def test_kept_and_offloaded_activations_give_the_bits_of_recomputed_ones(clip_norm):
-    model, recipe = make_model("qwen2", dtype=torch.bfloat16, **SHAPE), Recipe(lr=1e-3, clip_norm=clip_norm)
+    model, recipe = (
+        make_model("qwen2", dtype=torch.bfloat16, **SHAPE),
+        Recipe(lr=1e-3, clip_norm=clip_norm),
+    )
     reference = train(model, recipe=recipe)
-    kept = ({"keep_activations": 2}, {"keep_activations": 6}, {"keep_activations": 3, "gradient_slabs": 2})
+    kept = (
+        {"keep_activations": 2},
+        {"keep_activations": 6},
+        {"keep_activations": 3, "gradient_slabs": 2},
+    )
     offloaded = (
         {"offload_activations": 6},
         {"offload_activations": 2, "keep_activations": 2},
         {"offload_activations": 3, "streams": 2},
     )
     held = ({"pinned": "torch"}, {"pinned": "none", "offload_activations": 2})
-    for options in (*kept, *offloaded, *held, {"late_moments": False}, {"optimizer_overlap": False, "gradient_slabs": 2}):
+    for options in (
+        *kept,
+        *offloaded,
+        *held,
+        {"late_moments": False},
+        {"optimizer_overlap": False, "gradient_slabs": 2},
+    ):
         found = train(model, recipe=recipe, poison=True, **options)
         assert found[0] == reference[0], options
         for name, value in found[1].items():
@@ -76,15 +115,27 @@ def test_kept_and_offloaded_activations_give_the_bits_of_recomputed_ones(clip_no
         {"mlp_chunk": 200},
         {"mlp_chunk": 256, "offload_activations": 2, "keep_activations": 1},
         {"compile": True, "mlp_chunk": 200, "offload_activations": 2, "keep_activations": 1},
-        {"compile": True, "device_optimizer": -1, "keep_activations": -1, "offload_activations": -1},
+        {
+            "compile": True,
+            "device_optimizer": -1,
+            "keep_activations": -1,
+            "offload_activations": -1,
+        },
     ],
     ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()),
 )
 @pytest.mark.parametrize("clip_norm", [1.0, 0.0])
 def test_every_placement_trains_as_streaming_does(options, clip_norm):
-    """Losses only: on random tokens Adam turns one rounding of a gradient near zero into a step of either sign."""
-    model, recipe = make_model("qwen2", dtype=torch.bfloat16, **SHAPE), Recipe(lr=1e-3, clip_norm=clip_norm)
-    streamed, placed = (train(model, recipe=recipe, same_batch=True, poison=True, **chosen)[0] for chosen in ({}, options))
+    """Losses only: on random tokens Adam turns one rounding of a gradient near zero into a step of
+    either sign."""
+    model, recipe = (
+        make_model("qwen2", dtype=torch.bfloat16, **SHAPE),
+        Recipe(lr=1e-3, clip_norm=clip_norm),
+    )
+    streamed, placed = (
+        train(model, recipe=recipe, same_batch=True, poison=True, **chosen)[0]
+        for chosen in ({}, options)
+    )
     torch.testing.assert_close(placed, streamed, rtol=2e-3, atol=0)
     assert streamed[-1] < 0.97 * streamed[0]
 
@@ -93,21 +144,34 @@ def test_fp32_agrees_with_the_cpu():
     torch.backends.cuda.matmul.allow_tf32 = False
     model = make_model("qwen2", **SHAPE)
     on_cuda = train(model, 4)
-    batches = [make_batch(step, micro_batches=2, rows=4, seq_len=128, vocab=512) for step in range(4)]
+    batches = [
+        make_batch(step, micro_batches=2, rows=4, seq_len=128, vocab=512) for step in range(4)
+    ]
     engine = make_engine(model, batch=batches[0], recipe=Recipe(lr=1e-3), loss_chunk=256)
-    torch.testing.assert_close(on_cuda[0], [engine.train_step(b).item() for b in batches], rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        on_cuda[0], [engine.train_step(b).item() for b in batches], rtol=1e-5, atol=0
+    )
 
 
-@pytest.mark.parametrize("options", [{}, {"mlp_chunk": 200}, {"mlp_chunk": 200, "keep_activations": 1, "compile": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mlp_chunk": 200}, {"mlp_chunk": 200, "keep_activations": 1, "compile": True}],
+    ids=str,
+)
 def test_a_steady_step_neither_synchronises_nor_allocates_device_or_pinned_memory(options):
     skip_packed_sequence_check()
     model = make_model("qwen2", dtype=torch.bfloat16, **SHAPE)
-    batches = [make_batch(step, micro_batches=2, rows=4, seq_len=128, vocab=512) for step in range(8)]
+    batches = [
+        make_batch(step, micro_batches=2, rows=4, seq_len=128, vocab=512) for step in range(8)
+    ]
     engine = make_engine(model, batch=batches[0], device="cuda", loss_chunk=256, **options)
     for batch in batches[:4]:
         engine.train_step(batch)
     engine.drain()
-    before = torch.cuda.memory_stats()["num_device_alloc"], torch.cuda.host_memory_stats()["num_host_alloc"]
+    before = (
+        torch.cuda.memory_stats()["num_device_alloc"],
+        torch.cuda.host_memory_stats()["num_host_alloc"],
+    )
     torch.cuda.set_sync_debug_mode("error")
     try:
         for batch in batches[4:]:
@@ -115,13 +179,21 @@ def test_a_steady_step_neither_synchronises_nor_allocates_device_or_pinned_memor
     finally:
         torch.cuda.set_sync_debug_mode("default")
     engine.drain()
-    assert (torch.cuda.memory_stats()["num_device_alloc"], torch.cuda.host_memory_stats()["num_host_alloc"]) == before
+    assert (
+        torch.cuda.memory_stats()["num_device_alloc"],
+        torch.cuda.host_memory_stats()["num_host_alloc"],
+    ) == before
     engine.close()
 
 
 @pytest.mark.parametrize(
     "options",
-    ["streams=2, checkpoint_interval=2", "streams=3, checkpoint_interval=2", "offload_activations=4", "mlp_chunk=200"],
+    [
+        "streams=2, checkpoint_interval=2",
+        "streams=3, checkpoint_interval=2",
+        "offload_activations=4",
+        "mlp_chunk=200",
+    ],
 )
 def test_the_cuda_sanitizer_finds_nothing(options):
     program = (
@@ -131,7 +203,13 @@ def test_the_cuda_sanitizer_finds_nothing(options):
         "print('losses', losses)"
     )
     environment = {**os.environ, "TORCH_CUDA_SANITIZER": "1"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "losses" in done.stdout
     assert "data race" not in done.stderr
@@ -140,7 +218,9 @@ def test_the_cuda_sanitizer_finds_nothing(options):
 def test_a_recorded_step_is_as_long_as_it_takes():
     """Two clocks on one timeline: the recorded period agrees with the wall."""
     skip_packed_sequence_check()
-    model = make_model("qwen2", dtype=torch.bfloat16, **{**SHAPE, "hidden_size": 1024, "intermediate_size": 4096})
+    model = make_model(
+        "qwen2", dtype=torch.bfloat16, **{**SHAPE, "hidden_size": 1024, "intermediate_size": 4096}
+    )
     batches = [make_batch(0, rows=32, seq_len=128, vocab=512) for _ in range(8)]
     engine = make_engine(model, batch=batches[0], device="cuda", loss_chunk=4096, num_threads=4)
     engine.record(batches[:4])
@@ -157,11 +237,19 @@ def test_a_recorded_step_is_as_long_as_it_takes():
 
 
 def test_a_cap_on_device_memory_binds():
-    """With growing segments, as cells run, and in a process of its own: a cap cannot be told from the next test's memory."""
+    """With growing segments, as cells run, and in a process of its own: a cap cannot be told from
+    the next test's memory."""
     code = "import torch; from sweeps.cell import cap_device_memory as cap; cap(1 << 30); torch.empty({}, device='cuda')"
     env = os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     small, large = (
-        subprocess.run([sys.executable, "-c", code.format(n)], env=env, capture_output=True, text=True, check=False, timeout=120)
+        subprocess.run(
+            [sys.executable, "-c", code.format(n)],
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
         for n in (1 << 27, 1 << 29)
     )
     assert small.returncode == 0, small.stderr
@@ -169,7 +257,8 @@ def test_a_cap_on_device_memory_binds():
 
 
 def test_the_host_arena_is_pinned_and_moves_at_the_speed_of_pinned_memory():
-    """Registered memory: the copy from the arena is asynchronous and no slower than from torch's own pinned memory."""
+    """Registered memory: the copy from the arena is asynchronous and no slower than from torch's
+    own pinned memory."""
     arena = _Arena([1 << 28], pinned="exact")
     target = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
 
@@ -186,8 +275,14 @@ def test_the_host_arena_is_pinned_and_moves_at_the_speed_of_pinned_memory():
         return sorted(times)[2] / 1e3
 
     (mine,) = arena.pieces
-    registered, pinned = seconds(mine), seconds(torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True))
-    print(f"registered {0.268 / registered:.1f} GB/s, pinned {0.268 / pinned:.1f} GB/s, is_pinned {mine.is_pinned()}")
+    registered, pinned = (
+        seconds(mine),
+        seconds(torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)),
+    )
+    print(
+        f"registered {0.268 / registered:.1f} GB/s, pinned {0.268 / pinned:.1f} GB/s, is_pinned "
+        f"{mine.is_pinned()}"
+    )
     assert registered < 1.1 * pinned
     arena.close()
 

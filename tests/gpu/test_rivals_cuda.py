@@ -1,7 +1,8 @@
-"""Rivals on a real GPU: a tiny model, three steps, losses beside those of in-memory training; a missing dependency skips.
+"""Rivals on a real GPU: a tiny model, three steps, losses beside those of in-memory training; a
+missing dependency skips.
 
-python -m pytest tests/gpu/test_rivals_cuda.py -m gpu
-The published code is tried where MEGATRAIN_CHECKOUT names a clone of it, ZeRO-Infinity in pytest's temporary folder.
+python -m pytest tests/gpu/test_rivals_cuda.py -m gpu The published code is tried where
+MEGATRAIN_CHECKOUT names a clone of it, ZeRO-Infinity in pytest's temporary folder.
 """
 
 import ipaddress
@@ -15,7 +16,7 @@ from baselines.model import initial_weights
 from baselines.registry import build
 from baselines.system import ModelSpec, Shape, SystemSpec, Unsupported
 from engine import Batch, NonFiniteLossError, Recipe
-from tests.parity.test_baseline_parity import listening
+from tests.baselines.test_baseline_parity import listening
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,22 +39,48 @@ CASES = {
     "zero3": ("zero3", {}, 1.0),
     "zero3_optimizer": ("zero3", {"param_persistence_threshold": 10**12}, 1.0),
     "zero3_twinflow": ("zero3", {"offload_ratio": 0.5, "offload_param": False, **SMALL}, 1.0),
-    "zero3_twinflow filling the device": ("zero3", {"offload_ratio": 0, "offload_param": False, **SMALL}, 1.0),
+    "zero3_twinflow filling the device": (
+        "zero3",
+        {"offload_ratio": 0, "offload_param": False, **SMALL},
+        1.0,
+    ),
     "zero3_twinflow kept": (
         "zero3",
-        {"offload_ratio": 0.5, "offload_param": False, "keep_activations": -1, "compile": True, **SMALL},
+        {
+            "offload_ratio": 0.5,
+            "offload_param": False,
+            "keep_activations": -1,
+            "compile": True,
+            **SMALL,
+        },
         1.0,
     ),
     "superoffload": ("superoffload", SMALL, 0.0),
     "superoffload clipped": ("superoffload", {"clip": True, **SMALL}, 1.0),
     "superoffload twinflow": ("superoffload", {"offload_ratio": 0.5, **SMALL}, 0.0),
-    "superoffload of its authors": ("superoffload", {"offload_ratio": 0.9, "offload_param": False, "cpu_share": 0.9, **SMALL}, 0.0),
+    "superoffload of its authors": (
+        "superoffload",
+        {"offload_ratio": 0.9, "offload_param": False, "cpu_share": 0.9, **SMALL},
+        0.0,
+    ),
     "zero2": ("zero2", {"reduce_bucket_size": 1_000_000}, 1.0),
-    "zero2 kept": ("zero2", {"keep_activations": -1, "compile": True, "reduce_bucket_size": 1_000_000}, 1.0),
-    "zero3 half kept": ("zero3", {"keep_activations": 2, "compile": True, "param_persistence_threshold": 0}, 1.0),
+    "zero2 kept": (
+        "zero2",
+        {"keep_activations": -1, "compile": True, "reduce_bucket_size": 1_000_000},
+        1.0,
+    ),
+    "zero3 half kept": (
+        "zero3",
+        {"keep_activations": 2, "compile": True, "param_persistence_threshold": 0},
+        1.0,
+    ),
     "zero3 kept": ("zero3", {"keep_activations": -1, "compile": True}, 1.0),
     "fsdp2 kept": ("fsdp2", {"keep_activations": -1, "compile": True}, 1.0),
-    "fsdp2_grad_op kept": ("fsdp2", {"reshard_after_forward": False, "keep_activations": -1, "compile": True}, 1.0),
+    "fsdp2_grad_op kept": (
+        "fsdp2",
+        {"reshard_after_forward": False, "keep_activations": -1, "compile": True},
+        1.0,
+    ),
     "superoffload kept": ("superoffload", {"keep_activations": -1, "compile": True, **SMALL}, 0.0),
     "zero_infinity": ("zero_infinity", {"sub_group_size": 400_000}, 1.0),
     "torchao_offload": ("torchao_offload", {}, 0.0),
@@ -66,7 +93,9 @@ def make_spec(options=None, clip_norm=0.0, micro_batches=1) -> SystemSpec:
     return SystemSpec(
         model=ModelSpec(name="tiny", model_type="qwen2", config=CONFIG),
         shape=Shape(batch_size=BATCH_SIZE, seq_len=SEQ_LEN, num_micro_batches=micro_batches),
-        recipe=Recipe(lr=1e-3, clip_norm=clip_norm, schedule="linear", warmup_steps=2, total_steps=10),
+        recipe=Recipe(
+            lr=1e-3, clip_norm=clip_norm, schedule="linear", warmup_steps=2, total_steps=10
+        ),
         device=torch.device("cuda"),
         options=options or {},
     )
@@ -74,12 +103,17 @@ def make_spec(options=None, clip_norm=0.0, micro_batches=1) -> SystemSpec:
 
 def make_batch(micro_batches=1) -> Batch:
     tokens = torch.randint(
-        0, VOCAB, (micro_batches, BATCH_SIZE // micro_batches, SEQ_LEN + 1), generator=torch.Generator().manual_seed(0)
+        0,
+        VOCAB,
+        (micro_batches, BATCH_SIZE // micro_batches, SEQ_LEN + 1),
+        generator=torch.Generator().manual_seed(0),
     )
     return Batch(tokens=tokens[..., :-1].contiguous(), labels=tokens[..., 1:].contiguous())
 
 
-def train(name: str, spec: SystemSpec, steps: int = STEPS) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train(
+    name: str, spec: SystemSpec, steps: int = STEPS
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     system = None
     batch, cores = make_batch(spec.shape.num_micro_batches), os.sched_getaffinity(0)
     try:
@@ -107,28 +141,41 @@ def options_of(name, options, tmp_path):
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_in_memory(case, micro_batches, tmp_path):
     name, options, clip_norm = CASES[case]
-    expected, expected_params = train("in_memory", make_spec(clip_norm=clip_norm, micro_batches=micro_batches))
-    losses, params = train(name, make_spec(options_of(name, options, tmp_path), clip_norm, micro_batches))
+    expected, expected_params = train(
+        "in_memory", make_spec(clip_norm=clip_norm, micro_batches=micro_batches)
+    )
+    losses, params = train(
+        name, make_spec(options_of(name, options, tmp_path), clip_norm, micro_batches)
+    )
     assert expected[-1] < expected[0] - 0.1
     assert losses == pytest.approx(expected, abs=5e-3)
     assert params.keys() == expected_params.keys()
-    assert all(value.dtype == torch.float32 and value.device.type == "cpu" for value in params.values())
+    assert all(
+        value.dtype == torch.float32 and value.device.type == "cpu" for value in params.values()
+    )
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("options", [{}, {"keep_activations": -1, "compile": True}], ids=["", "kept"])
+@pytest.mark.parametrize(
+    "options", [{}, {"keep_activations": -1, "compile": True}], ids=["", "kept"]
+)
 def test_zenflow_trains(options):
     """Another algorithm: its first loss is exact, the others fall."""
     expected, _ = train("in_memory", make_spec())
-    losses, _ = train("zenflow", make_spec({"update_interval": 2, "topk_share": 0.2, **options}), steps=9)
+    losses, _ = train(
+        "zenflow", make_spec({"update_interval": 2, "topk_share": 0.2, **options}), steps=9
+    )
     assert losses[0] == pytest.approx(expected[0], abs=2e-3)
     assert losses[-1] < losses[0] - 0.1
 
 
 def test_the_published_code_trains():
-    """bf16 weights are the master and the last label of a sequence is left out, so close is not equal."""
+    """bf16 weights are the master and the last label of a sequence is left out, so close is not
+    equal."""
     expected, _ = train("in_memory", make_spec(clip_norm=1.0))
-    losses, params = train("published_megatrain", make_spec({"checkout": os.environ.get("MEGATRAIN_CHECKOUT")}, 1.0))
+    losses, params = train(
+        "published_megatrain", make_spec({"checkout": os.environ.get("MEGATRAIN_CHECKOUT")}, 1.0)
+    )
     assert losses == pytest.approx(expected, abs=0.1)
     assert losses[-1] < losses[0] - 0.1
     assert len(params) == len(train("in_memory", make_spec(), 1)[1])
@@ -166,7 +213,8 @@ def test_a_loss_that_is_not_finite_is_told(name):
     try:
         system.setup(weights.items())
         with pytest.raises(
-            NonFiniteLossError, match="updates were made" if name == "superoffload" else "no optimizer step was taken"
+            NonFiniteLossError,
+            match="updates were made" if name == "superoffload" else "no optimizer step was taken",
         ):
             system.train_step(make_batch())
     finally:

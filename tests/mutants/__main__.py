@@ -2,7 +2,7 @@
 
     python -m tests.mutants [--only ID ...] [--jobs N]
 
-A change is put to its own tests first and, where they pass, to all of the engine's and to parity.
+A change is put to its own tests first and, where they pass, to all of the engine's.
 The unchanged tree must pass the same tests, or nothing is said. Exit code 1 where a change survives
 that is not marked equivalent, or where the catalogue does not fit the tree.
 """
@@ -25,7 +25,7 @@ from tests.mutants.catalogue import MUTANTS, Mutant
 ROOT = Path(__file__).parents[2]
 COPIED = ("engine", "baselines", "sweeps", "analysis", "conf", "tests")
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "results")
-CATALOGUE_TESTS = "tests/unit/test_mutants.py"
+CATALOGUE_TESTS = "tests/mutants/test_mutants.py"
 LIMIT_S = 1800
 """Seconds for one run of tests; a change that makes them hang was noticed."""
 QUICK = ("-q", "-x", "-m", "not gpu and not slow", "-p", "no:cacheprovider", "--timeout=300")
@@ -36,17 +36,17 @@ Found = dict[str, str]
 
 
 def engine_tests() -> Tests:
-    """The files of tests/unit that look at no other room or that a change names, and parity.
+    """The files of tests/engine that look at no other room, and those that a change names.
 
     Not the one that fails on any change: whether the catalogue fits the tree tells nothing of it.
     """
     others = tuple(f"from {room}" for room in ("baselines", "sweeps", "analysis"))
     found = {test.partition("::")[0] for mutant in MUTANTS for test in mutant.tests}
-    for path in (ROOT / "tests" / "unit").glob("test_*.py"):
+    for path in (ROOT / "tests" / "engine").glob("test_*.py"):
         text = path.read_text()
         if "from engine" in text and not any(other in text for other in others):
             found.add(str(path.relative_to(ROOT)))
-    return tuple(sorted((found | {"tests/parity/test_engine_parity.py"}) - {CATALOGUE_TESTS}))
+    return tuple(sorted((found | {"tests/engine/test_engine_parity.py"}) - {CATALOGUE_TESTS}))
 
 
 def misfits(mutants: Iterable[Mutant]) -> list[str]:

@@ -1,6 +1,6 @@
 """The wrong changes: what is changed to what, and the tests that are asked first.
 
-An old text occurs exactly once in its file (tests/unit/test_mutants.py). A change to the engine
+An old text occurs exactly once in its file (tests/mutants/test_mutants.py). A change to the engine
 that moves one mends it here in the same commit.
 """
 
@@ -32,10 +32,10 @@ Row = tuple[str, str, str] | tuple[str, str, str, str]
 
 
 def _changes(file: str, tests: str, *rows: Row) -> Iterator[Mutant]:
-    """tests: file names and node ids under tests/unit, separated by blanks."""
+    """tests: file names and node ids under tests/engine, separated by blanks."""
     for name, old, new, *asked in rows:
         given = (asked[0] if asked else tests).split()
-        paths = tuple(normpath(f"tests/unit/{test}") for test in given)
+        paths = tuple(normpath(f"tests/engine/{test}") for test in given)
         reason = EQUIVALENT.get(name, "")
         change = {"id": name, "file": f"engine/{file}", "old": old, "new": new}
         yield Mutant(**change, tests=paths, equivalent=reason)
@@ -45,7 +45,7 @@ EQUIVALENT = {
     "S2": "the backward follows the fetch and precedes the next forward either way",
     "X24": "it frees memory; nothing reads the recordings after the embedding's backward",
 }
-"""Of the schedule's, the derived waits are the same: tests/unit/test_mutants.py derives them."""
+"""Of the schedule's, the derived waits are the same: tests/mutants/test_mutants.py derives them."""
 
 NODE = "test_engine.py::"
 STARVED = f"{NODE}test_starved_lanes_give_identical_bits"
@@ -146,7 +146,7 @@ MUTANTS = (
             "H3",
             "logits.float().flatten",
             "logits.flatten",
-            "../parity/test_engine_parity.py::test_bf16_with_fp32_master_50_steps",
+            "test_engine_parity.py::test_bf16_with_fp32_master_50_steps",
         ),
         ("H4", "ignore_index=IGNORE_INDEX", "ignore_index=0"),
         ("H5", "grad_hidden[part] = grads[0]", "grad_hidden[part] = grads[0] * 2"),

@@ -1,0 +1,290 @@
+"""What is put into free device memory: costs of operations, the simulated step, and the choice
+against brute force."""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from engine.blocks import Blocks, Fate
+from engine.config import AUTO
+from engine.layout import Layout, pack
+from engine.planner.cost import ADAMW_SHARE, LAYER_EFFICIENCY, UPDATE_BYTES, WEIGHTS_BYTES, Cost
+from engine.planner.placement import EQUAL, RESIDENT, checkpoint_interval, choose
+from engine.planner.rates import Rates
+from engine.sizes import StoreSpec, Widths, Work
+from engine.step import Kind, Op, operations
+from engine.timeline import Interval, last_step, simulate, window_s
+
+NUMEL, TOKENS = 1 << 20, 100
+WIDTHS = Widths(hidden=1, inner=1, queries=0, keys=0, vocab=1, heads=1)
+WIDE = replace(WIDTHS, hidden=1 << 9, inner=1 << 10)
+FORWARD = Op(kind=Kind.FORWARD, block=1, lane="compute")
+BACKWARD = Op(kind=Kind.BACKWARD, block=1, lane="compute")
+BACKWARD_KEPT = replace(BACKWARD, fate=Fate.KEPT)
+RATES = Rates(
+    matmul_flops=2 * NUMEL * TOKENS / 0.01 / LAYER_EFFICIENCY,
+    adamw_params=NUMEL / 0.02 / ADAMW_SHARE,
+    weights_params=NUMEL / 0.012 / ADAMW_SHARE,
+    moments_params=NUMEL / 0.02 / ADAMW_SHARE,
+    h2d_bytes=1e15,
+    d2h_bytes=1e15,
+    device_bytes=1e15,
+)
+"""10 ms a layer's forward, 20 ms a block's update (12 and 20 in two passes); transfers and the rest
+take next to nothing."""
+BLOCKS = Blocks(num_layers=8)
+SHARED = 1 + 2 / UPDATE_BYTES
+"""An update beside the loads of the forward takes that much longer: two bytes a parameter over its
+own."""
+
+
+def layouts(num_layers: int = 8) -> list[Layout]:
+    return [pack([("weight", torch.Size((NUMEL,)))]) for _ in range(num_layers + 2)]
+
+
+class WorkOfRoundNumbers(Work):
+    """Activations of a layer that can wait on the host are a megabyte."""
+
+    moved_bytes = 10**6
+
+
+def work_of(num_layers: int, **options: Any) -> Work:
+    """One micro-batch of one row in bfloat16."""
+    shape = {"num_micro_batches": 1, "rows": 1, "seq_len": TOKENS, "loss_chunk": TOKENS}
+    given = {"layouts": layouts(num_layers), "widths": WIDTHS, "dtype": torch.bfloat16} | shape
+    return WorkOfRoundNumbers(**given | options)
+
+
+def cost_of(blocks: Blocks, rates: Rates = RATES, **options: Any) -> Cost:
+    return Cost(blocks=blocks, work=work_of(blocks.num_layers, **options), rates=rates)
+
+
+def step_s(blocks: Blocks, rates: Rates = RATES, *, compiled: bool = False) -> float:
+    return simulate(operations(blocks), cost_of(blocks, rates, compiled=compiled).seconds).step_s
+
+
+def bytes_of(blocks: Blocks) -> int:
+    return 14 * blocks.device_optimizer + 5 * blocks.keep_activations
+
+
+def test_everything_on_the_host_waits_for_updates_and_recomputes():
+    # 80 ms forward; the head's update ends after 10 x 20 ms, and its forward waits for it; then 8 x
+    # (10 + 20) ms backward.
+    assert step_s(BLOCKS) == pytest.approx(0.200 * SHARED + 0.240, rel=1e-3)
+
+
+def test_late_moments_leave_the_weights_alone_to_wait_for():
+    # 10 x 12 ms, then 8 x (10 + 20) ms backward, with 10 x 20 ms of moments beside them.
+    weights = 0.120 * (1 + 2 / WEIGHTS_BYTES)
+    assert step_s(replace(BLOCKS, late_moments=True)) == pytest.approx(weights + 0.240, rel=1e-3)
+    slow = replace(
+        RATES, moments_params=NUMEL / 0.05 / ADAMW_SHARE
+    )  # 10 x 50 ms: the backward waits for its slabs instead
+    assert step_s(replace(BLOCKS, late_moments=True), slow) == pytest.approx(
+        weights + 10 * 0.050, rel=1e-3
+    )
+
+
+def test_everything_on_the_device_is_forward_and_backward_alone():
+    assert step_s(replace(BLOCKS, device_optimizer=10, keep_activations=8)) == pytest.approx(
+        0.080 + 0.160, rel=1e-3
+    )
+
+
+def test_without_clipping_updates_run_beside_the_backward():
+    # The last gradients are those of layer 1 and embed; their updates, 20 ms each, are what the
+    # next forward waits for.
+    assert step_s(replace(BLOCKS, clip=False)) == pytest.approx(
+        0.080 + 0.240 + 0.040 * SHARED, rel=1e-3
+    )
+
+
+def test_bytes_of_an_update_are_those_of_its_arrays():
+    held = StoreSpec(
+        layouts=layouts(1), dtype=torch.bfloat16, master="split", slabs={}
+    ).host_bytes()
+    state, moments = (
+        sum(held[kind] for kind in kinds) / (3 * NUMEL)
+        for kinds in (("weights", "master", "moments"), ("moments",))
+    )
+    assert 2 * state + 2 == UPDATE_BYTES  # all of it read and written, the gradient read
+    assert 2 * (state - moments) + moments + 2 == WEIGHTS_BYTES  # the moments are read only
+
+
+def test_a_slow_link_bounds_the_step():
+    loaded = 2 * NUMEL / 0.05  # 50 ms a layer each way
+    slow = replace(RATES, h2d_bytes=loaded, d2h_bytes=loaded)
+    # Every layer is loaded twice, embed and head once; then layer 1's backward, two stores, and
+    # embed's update.
+    assert step_s(BLOCKS, slow) == pytest.approx(
+        18 * 0.050 + 0.030 + 2 * 0.050 + 0.020 * SHARED, rel=1e-3
+    )
+
+
+def test_evictions_slow_the_optimizer_down_and_a_serial_one_has_the_memory_to_itself():
+    offloaded = replace(BLOCKS, offload_activations=4)
+    hosted = 10 * NUMEL
+    updates = 0.200 * (1 + (2 * hosted + 4 * 10**6) / (UPDATE_BYTES * hosted))
+    assert step_s(offloaded) == pytest.approx(updates + 0.240 - 4 * 0.010, rel=1e-2)
+    assert step_s(replace(BLOCKS, optimizer_overlap=False)) == pytest.approx(
+        0.200 + 0.080 + 0.240, rel=1e-3
+    )
+
+
+def test_compiled_layers_leave_out_what_no_gradient_needs():
+    cost = cost_of(BLOCKS, widths=WIDE, compiled=True)
+    forward, kept, backward = (cost.seconds(op) for op in (FORWARD, BACKWARD_KEPT, BACKWARD))
+    assert backward == pytest.approx(kept + forward / 2)  # the last product is half of this layer
+
+
+def test_a_chunked_mlp_is_computed_again_where_its_graph_is_kept_and_its_gradients_are_summed():
+    def seconds(op: Op, rates: Rates = RATES, **options: Any) -> float:
+        return cost_of(BLOCKS, rates, widths=WIDE, **options).seconds(op)
+
+    slow = replace(RATES, device_bytes=1e9)
+    forward, backward, kept = (seconds(op) for op in (FORWARD, BACKWARD, BACKWARD_KEPT))
+    assert seconds(FORWARD, mlp_chunk=30) == forward
+    assert seconds(BACKWARD, mlp_chunk=30) == pytest.approx(backward, rel=1e-3)
+    products = 1.5 * forward  # three matrices, half the layer each
+    assert seconds(BACKWARD_KEPT, mlp_chunk=30) == pytest.approx(kept + products, rel=1e-3)
+    assert seconds(BACKWARD_KEPT, mlp_chunk=30, compiled=True) == pytest.approx(
+        kept + forward, rel=1e-3
+    )
+    summed = 4 * 10 * 3 * (1 << 19) / 1e9  # chunks, bytes, parameters
+    assert seconds(BACKWARD, mlp_chunk=30, rates=slow) == pytest.approx(
+        seconds(BACKWARD, rates=slow) + summed
+    )
+
+
+def chosen(blocks: Blocks, budget: int) -> Blocks:
+    return choose(
+        blocks, fits=lambda p: bytes_of(p) <= budget, device_bytes=bytes_of, step_s=step_s
+    )
+
+
+@pytest.mark.parametrize("budget", [0, 13, 14, 40, 60, 100, 179, 180, 10**6])
+def test_the_choice_is_the_best_that_fits(budget):
+    found = chosen(replace(BLOCKS, device_optimizer=AUTO, keep_activations=AUTO), budget)
+    assert bytes_of(found) <= budget
+    fitting = [
+        other
+        for device_blocks in range(11)
+        for kept in range(9)
+        if bytes_of(other := replace(BLOCKS, device_optimizer=device_blocks, keep_activations=kept))
+        <= budget
+    ]
+    assert step_s(found) <= (1 + EQUAL) * min(map(step_s, fitting))
+
+
+@pytest.mark.parametrize(("update_s", "on_host"), [(0.0001, False), (0.0005, False), (0.002, True)])
+def test_what_costs_little_leaves_nothing_to_the_cpu(update_s, on_host):
+    """The CPU's updates of some blocks hide behind the step, the device's hide nowhere: all of them
+    there cost up to 2%."""
+    rates = replace(RATES, device_bytes=UPDATE_BYTES * NUMEL / update_s)
+    auto = replace(BLOCKS, device_optimizer=AUTO, keep_activations=AUTO)
+    found = choose(
+        auto, fits=lambda p: True, device_bytes=bytes_of, step_s=lambda p: step_s(p, rates)
+    )
+    fastest = min(
+        step_s(replace(BLOCKS, device_optimizer=blocks, keep_activations=8), rates)
+        for blocks in range(11)
+    )
+    assert step_s(found, rates) <= (1 + RESIDENT) * fastest
+    assert (found.device_optimizer < 10) is on_host
+    assert chosen(auto, 179).device_optimizer < 10  # no room: the rest as ever
+
+
+def test_an_idle_link_takes_activations_and_a_slow_one_none():
+    auto = replace(BLOCKS, device_optimizer=10, offload_activations=AUTO)
+    found = choose(auto, fits=lambda p: True, device_bytes=bytes_of, step_s=step_s)
+    assert found.offload_activations == 8
+    assert step_s(found) == pytest.approx(0.080 + 0.160, rel=1e-2)  # nothing is recomputed
+    slow = replace(RATES, h2d_bytes=1e6 / 0.040, d2h_bytes=1e6 / 0.040)  # 40 ms a layer each way
+    auto = replace(auto, evict_visits=4)
+    found = choose(
+        auto, fits=lambda p: True, device_bytes=bytes_of, step_s=lambda p: step_s(p, slow)
+    )
+    assert 0 < found.offload_activations < 4
+
+
+def test_a_number_given_is_kept():
+    found = chosen(replace(BLOCKS, keep_activations=AUTO, device_optimizer=2), 50)
+    assert (found.device_optimizer, found.keep_activations) == (2, 4)
+
+
+def test_the_fewest_layers_between_kept_inputs_that_fit():
+    def kept(blocks: Blocks) -> int:
+        between = blocks.checkpoint_interval
+        return -(-blocks.num_layers // between) + between - 1 + bytes_of(blocks)
+
+    asked = Blocks(
+        num_layers=28, checkpoint_interval=AUTO, device_optimizer=AUTO, keep_activations=AUTO
+    )
+    for budget, interval in (
+        (28, 1),
+        (27, 2),
+        (15, 2),
+        (14, 3),
+        (11, 4),
+        (9, 4),
+    ):  # of 10 by 4 as by 5, none fits 9
+        assert (
+            checkpoint_interval(
+                asked, fits=lambda p, most=budget: kept(p) <= most, device_bytes=kept
+            )
+            == interval
+        )
+
+
+def test_nothing_fits_is_the_smallest_for_plan_to_refuse():
+    found = chosen(
+        replace(BLOCKS, device_optimizer=AUTO, keep_activations=AUTO, offload_activations=AUTO), -1
+    )
+    assert (found.device_optimizer, found.keep_activations, found.offload_activations) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("late_moments", [True, False])
+def test_a_window_pays_for_its_last_updates_and_not_for_those_before_it(late_moments):
+    """8 layers, 10 blocks: forward 80 ms, backward 240 ms with recomputation, updates 20 or 12 ms a
+    block in forward order."""
+    cost = cost_of(replace(BLOCKS, late_moments=late_moments))
+    ops, seconds = operations(cost.blocks), cost.seconds
+    steady, update = (
+        simulate(ops, seconds).step_s,
+        sum(seconds(op) for op in ops if op.kind is Kind.UPDATE),
+    )
+    first = window_s(ops, seconds, 1)
+    alone = sum(seconds(op) for op in ops if op.lane == "compute")
+    assert first == pytest.approx(
+        alone + update, rel=1e-3
+    )  # no update to wait for before it, nothing to hide the last one under
+    windows = [window_s(ops, seconds, steps) for steps in (2, 3, 4)]
+    assert [later - before for before, later in itertools.pairwise(windows)] == pytest.approx(
+        [steady, steady], rel=1e-3
+    )
+    assert steady < windows[2] / 4 < windows[0] / 2 < first
+    serial = operations(replace(BLOCKS, optimizer_overlap=False))
+    assert window_s(serial, seconds, 3) == pytest.approx(
+        3 * simulate(serial, seconds).step_s, rel=1e-3
+    )
+
+
+def test_a_timeline_is_the_last_whole_step_and_knows_what_is_hidden():
+    intervals = [
+        Interval(lane="compute", label="compute embed 0", start_s=0.0, end_s=1.0),
+        Interval(lane="cpu", label="step 1", start_s=9.5, end_s=12.5),
+        Interval(lane="compute", label="compute embed 0", start_s=10.0, end_s=11.0),
+        Interval(lane="h2d", label="load 1", start_s=10.0, end_s=10.5),
+        Interval(lane="compute", label="compute embed 0", start_s=13.0, end_s=14.0),
+    ]
+    timeline = last_step(intervals)
+    assert timeline.step_s == pytest.approx(3.0)
+    assert timeline.busy_s("cpu") == pytest.approx(2.5)  # what began in the step before is cut off
+    assert timeline.hidden_share("cpu") == pytest.approx(1 / 2.5)
+    assert timeline.hidden_share("h2d") == pytest.approx(1.0)
+    assert timeline.hidden_share("d2h") is None
+    with pytest.raises(ValueError, match="record more steps"):
+        last_step(intervals[:1])

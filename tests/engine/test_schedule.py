@@ -1,0 +1,231 @@
+"""Every schedule is safe and minimal, by a happens-before check that shares no code with the
+generator."""
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.__main__ import drawing
+from engine.blocks import Blocks, Fate
+from engine.step import Kind, Op, operations
+
+
+def unroll(ops: tuple[Op, ...], num_steps: int = 3) -> list[tuple[Op, list[int]]]:
+    """`num_steps` steps laid end to end, each operation with the absolute indices that it waits
+    for."""
+    size, unrolled = len(ops), []
+    for step in range(num_steps):
+        for op in ops:
+            waits = [(step + offset) * size + index for offset, index in op.waits]
+            unrolled.append((op, [w for w in waits if w >= 0]))
+    return unrolled
+
+
+def ancestors(unrolled: list[tuple[Op, list[int]]]) -> list[int]:
+    """Bit set of all operations that happen before each one, through lane order and waits alone."""
+    before, last = [], {}
+    for index, (op, waits) in enumerate(unrolled):
+        known = 0
+        for predecessor in [*waits, *([last[op.lane]] if op.lane in last else [])]:
+            known |= before[predecessor] | (1 << predecessor)
+        before.append(known)
+        last[op.lane] = index
+    return before
+
+
+def races(unrolled: list[tuple[Op, list[int]]]) -> list[tuple[int, int, str]]:
+    """(earlier, later, resource) pairs of conflicting accesses that nothing orders."""
+    before, found = ancestors(unrolled), []
+    accesses: dict[str, list[tuple[int, bool]]] = {}
+    for index, (op, _) in enumerate(unrolled):
+        for resource in op.reads | op.writes:
+            writes = resource in op.writes
+            for earlier, wrote in accesses.setdefault(resource, []):
+                if (writes or wrote) and not before[index] >> earlier & 1:
+                    found.append((earlier, index, resource))
+            accesses[resource].append((index, writes))
+    return found
+
+
+def placements(num_layers: int, depth: int, streams: int, interval: int) -> list[Blocks]:
+    """The combination with and without clipping, slabs in a pool, blocks on the device and
+    activations kept."""
+    base = Blocks(num_layers=num_layers, depth=depth, streams=streams, checkpoint_interval=interval)
+    placed = replace(base, device_optimizer=num_layers // 2, keep_activations=num_layers // 3)
+    everything = replace(
+        base, device_optimizer=num_layers + 2, keep_activations=num_layers, clip=depth % 2 == 0
+    )
+    pooled = replace(base, gradient_slabs=2, clip=False)
+    unclipped = [replace(blocks, clip=False) for blocks in (base, placed)]
+    serial = [replace(blocks, optimizer_overlap=False) for blocks in (base, pooled, placed)]
+    offloaded = [
+        replace(placed, offload_activations=n)
+        for n in {1, (num_layers + 1) // 2, num_layers}
+        if interval == 1
+    ]
+    late = [replace(blocks, late_moments=True) for blocks in (base, placed, *offloaded[:1])]
+    return [
+        base,
+        replace(base, gradient_slabs=2),
+        pooled,
+        placed,
+        everything,
+        *unclipped,
+        *serial,
+        *offloaded,
+        *late,
+    ]
+
+
+@pytest.mark.parametrize("num_layers", range(1, 13))
+def test_every_combination_is_free_of_races_and_needs_every_wait(num_layers):
+    for combination in itertools.product([num_layers], range(1, 5), range(1, 4), range(1, 6)):
+        for blocks in placements(*combination):
+            ops = operations(blocks)
+            assert races(unroll(ops)) == [], blocks
+            assert_every_wait_is_needed(ops, blocks)
+
+
+def assert_every_wait_is_needed(ops: tuple[Op, ...], blocks: Blocks) -> None:
+    """Without one wait, the operation it protected is unordered with the one it waited for, and
+    they conflict."""
+    unrolled = unroll(ops, 2)
+    before, last = ancestors(unrolled), {}
+    for index, (op, waits) in enumerate(unrolled):
+        for removed in waits:
+            rest = [w for w in waits if w != removed] + ([last[op.lane]] if op.lane in last else [])
+            known = 0
+            for predecessor in rest:
+                known |= before[predecessor] | (1 << predecessor)
+            other = unrolled[removed][0]
+            conflict = (op.writes & (other.reads | other.writes)) | (op.reads & other.writes)
+            assert conflict, (blocks, index, removed)
+            assert not known >> removed & 1, (blocks, index, removed)
+        last[op.lane] = index
+
+
+@pytest.mark.parametrize(
+    "combination", [(1, 1, 1, 1), (3, 1, 2, 2), (4, 2, 3, 1), (5, 3, 3, 2), (4, 4, 2, 3)]
+)
+def test_removing_any_one_wait_is_found(combination):
+    for blocks in placements(*combination):
+        ops = operations(blocks)
+        for index, op in enumerate(ops):
+            for wait in op.waits:
+                broken = list(ops)
+                broken[index] = replace(op, waits=tuple(w for w in op.waits if w != wait))
+                assert races(unroll(tuple(broken))), (blocks, index, wait)
+
+
+def test_each_layer_is_loaded_once_each_way_and_stored_once_with_interval_one():
+    ops = operations(Blocks(num_layers=6))
+    loads = [op.block for op in ops if op.kind is Kind.LOAD]
+    stores = [op.block for op in ops if op.kind is Kind.STORE]
+    assert loads == [0, 1, 2, 3, 4, 5, 6, 7, 6, 5, 4, 3, 2, 1]
+    assert stores == [7, 6, 5, 4, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize(("depth", "slabs"), [(1, 1), (2, 3), (3, 2)])
+def test_rings_are_used_in_turn(depth, slabs):
+    """Weight slots, device gradient slabs and a pool of host slabs: the next layer's is the
+    next."""
+    ops = operations(Blocks(num_layers=6, depth=depth, gradient_slabs=slabs))
+    loads = [op.slot for op in ops if op.kind is Kind.LOAD and op.slot >= 0]
+    assert loads == [i % depth for i in range(12)]
+    stores = [op for op in ops if op.kind is Kind.STORE and 1 <= op.block <= 6]
+    assert [op.slab for op in stores] == [i % depth for i in range(6)]
+    assert [op.host_slab for op in stores] == [i % slabs for i in range(6)]
+
+
+def test_moments_are_updated_last_block_first_before_their_slabs_are_written_again():
+    ops = operations(Blocks(num_layers=4, device_optimizer=2, late_moments=True))
+    assert [op.block for op in ops if op.kind is Kind.MOMENTS] == [5, 4, 3, 2]
+    unrolled = unroll(ops)
+    before = ancestors(unrolled)
+    stores = [i for i, (op, _) in enumerate(unrolled) if op.kind is Kind.STORE]
+    for store in stores:
+        own = [
+            i
+            for i, (op, _) in enumerate(unrolled[:store])
+            if op.kind is Kind.MOMENTS and op.block == unrolled[store][0].block
+        ]
+        assert before[store] >> own[-1] & 1
+
+
+@pytest.mark.parametrize(
+    "reason", [{"clip": False}, {"optimizer_overlap": False}, {"gradient_slabs": 2}], ids=str
+)
+def test_one_pass_updates_all_where_gradients_cannot_wait(reason):
+    blocks = Blocks(num_layers=4, **reason)
+    assert operations(replace(blocks, late_moments=True)) == operations(blocks)
+
+
+def test_without_clipping_updates_start_in_the_backward():
+    kinds = [op.kind for op in operations(Blocks(num_layers=4, clip=False))]
+    assert kinds.index(Kind.UPDATE) < kinds.index(Kind.EMBED_BACKWARD)
+
+
+@pytest.mark.parametrize("blocks", placements(6, 2, 3, 2), ids=str)
+def test_a_serial_optimizer_runs_between_one_step_and_the_next(blocks):
+    """Every update is after every backward of its step and, through lane order and waits, before
+    any work of the next."""
+    ops = operations(replace(blocks, optimizer_overlap=False))
+    unrolled, size = unroll(ops, 2), len(ops)
+    before = ancestors(unrolled)
+    updates = [i for i, op in enumerate(ops) if op.kind is Kind.UPDATE]
+    last = max(i for i, op in enumerate(ops) if op.kind is Kind.EMBED_BACKWARD)
+    assert all(i > last for i in updates)
+    for later in range(size, 2 * size):
+        assert all(before[later] >> i & 1 for i in updates), unrolled[later][0]
+
+
+@pytest.mark.parametrize("share", range(8))
+def test_offloaded_layers_are_spread_evenly_and_never_recomputed(share):
+    blocks = Blocks(num_layers=8, keep_activations=2, offload_activations=share)
+    offloaded = [layer for layer in range(1, 9) if blocks.fate(layer) is Fate.OFFLOADED]
+    assert len(offloaded) == min(share, 6)
+    assert offloaded[:1] == [1] * (share > 0)
+    gaps = [after - before for before, after in itertools.pairwise([*offloaded, 7])]
+    assert max(gaps, default=0) - min(gaps, default=0) <= 1
+    ops = operations(blocks)
+    for kind in (Kind.EVICT, Kind.DROP, Kind.STAGE, Kind.FETCH):
+        assert sorted(op.block for op in ops if op.kind is kind) == offloaded
+    recomputed = [op.block for op in ops if op.kind is Kind.BACKWARD and op.fate is Fate.RECOMPUTED]
+    assert recomputed == [i for i in range(6, 0, -1) if i not in offloaded]
+
+
+@pytest.mark.parametrize(("interval", "recomputes"), [(1, 0), (2, 3), (3, 4), (6, 5), (9, 5)])
+def test_checkpoint_interval_recomputes_all_but_the_last_layer_of_each_group(interval, recomputes):
+    ops = operations(Blocks(num_layers=6, checkpoint_interval=interval))
+    assert sum(op.kind is Kind.RECOMPUTE for op in ops) == recomputes
+
+
+def test_depth_two_lets_the_next_load_run_beside_the_computation():
+    """With one slot a load waits for the computation just before it; with two it never does."""
+    for depth, expected in ((1, True), (2, False)):
+        ops = operations(Blocks(num_layers=4, depth=depth))
+        computed, waits_for_previous = 0, False
+        for index, op in enumerate(ops):
+            if op.kind in (Kind.FORWARD, Kind.BACKWARD):
+                computed = index
+            elif op.kind is Kind.LOAD and op.slot >= 0 and computed:
+                waits_for_previous |= (0, computed) in op.waits
+        assert waits_for_previous is expected
+
+
+def test_the_picture_in_the_documentation_is_drawn_from_the_schedule():
+    page = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
+    lines = drawing(Blocks(num_layers=3, late_moments=True))
+    assert [line.split()[0] for line in lines] == ["cpu", "compute", "h2d", "d2h"]
+    assert "\n".join(lines) in page
+
+
+@pytest.mark.parametrize(("depth", "waits"), [(2, True), (3, False)])
+def test_with_a_third_slot_the_last_backward_load_need_not_wait(depth, waits):
+    """What the documentation reads from the picture: layer 1's load and the first backward."""
+    ops = operations(Blocks(num_layers=3, depth=depth))
+    first = next(i for i, op in enumerate(ops) if op.kind is Kind.BACKWARD)
+    load = [op for op in ops if op.kind is Kind.LOAD and op.block == 1][-1]
+    assert ((0, first) in load.waits) is waits

@@ -1,0 +1,326 @@
+"""THE loop, with a system that records its calls and a clock that counts; rows on disk."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import Batch, NonFiniteLossError
+from sweeps import auto, bench
+from sweeps.command import command_of
+from sweeps.config import Measure
+from sweeps.isolate import Outcome
+from sweeps.result import Row, compared, history, read_rows
+from sweeps.rows import Rows
+from sweeps.study import row_of
+
+ROOT = Path(__file__).resolve().parents[2]
+ROW = {
+    "experiment": "e",
+    "system": "s",
+    "model": "m",
+    "batch_size": 2,
+    "seq_len": 8,
+    "num_micro_batches": 1,
+    "status": "ok",
+}
+
+
+class Recorder:
+    """A TrainingSystem's two hot calls, written down; each takes a fixed time on the counted clock.
+    Counters are not."""
+
+    def __init__(self, nan_at: int | None = None) -> None:
+        self.calls: list[str] = []
+        self.now, self.nan_at = 0.0, nan_at
+
+    def train_step(self, batch: Batch) -> torch.Tensor:
+        self.calls.append("step")
+        self.now += 1.0
+        number = self.calls.count("step") - 1
+        return torch.tensor(math.nan if number == self.nan_at else float(number))
+
+    def drain(self) -> None:
+        self.calls.append("drain")
+        self.now += 0.5
+
+    def clock(self) -> float:
+        self.calls.append("clock")
+        return self.now
+
+    def counters(self) -> dict[str, float]:
+        return {"optimizer_s": 0.25 * self.calls.count("step")}
+
+
+def forever():
+    while True:
+        tokens = torch.zeros(1, 2, 4, dtype=torch.int64)
+        yield Batch(tokens=tokens, labels=torch.where(torch.arange(4) == 3, -100, tokens))
+
+
+def run(system: Recorder, **fields: float) -> list[dict]:
+    """The `losses` events of eight steps: two of warm-up, two windows of three."""
+    events: list[dict] = []
+    spec = Measure(**{"warmup_steps": 2, "windows": 2, "steps_per_window": 3, **fields})
+    bench.measure(
+        system,
+        forever(),
+        spec,
+        lambda event, **more: events.append({"event": event, **more}),
+        system.clock,
+    )
+    return [event for event in events if event["event"] == "losses"]
+
+
+def test_windows_lie_between_drains() -> None:
+    system = Recorder()
+    warmup, *windows = run(system)
+    window = ["clock", "step", "step", "step", "drain", "clock"]
+    assert system.calls == ["step", "step", "drain", *window, *window]
+    assert (warmup["first_step"], warmup["losses"], warmup["seconds"]) == (0, [0.0, 1.0], None)
+    assert [event["losses"] for event in windows] == [[2.0, 3.0, 4.0], [5.0, 6.0, 7.0]]
+    assert [event["first_step"] for event in windows] == [2, 5]
+    assert [event["seconds"] for event in windows] == [3.5, 3.5]
+    assert [event["num_tokens"] for event in windows] == [
+        18,
+        18,
+    ]  # 6 label tokens a step: the ignored ones are not counted
+    assert [event["counters"] for event in (warmup, *windows)] == [
+        {"optimizer_s": seconds} for seconds in (0.5, 0.75, 0.75)
+    ]
+
+
+def test_a_slow_first_window_is_the_last() -> None:
+    for stop_below, num_windows in (
+        (5.2, 1),
+        (5.1, 2),
+    ):  # 18 label tokens in 3.5 s are 5.14 a second
+        assert len(run(Recorder(), stop_below=stop_below)) == 1 + num_windows
+
+
+def test_a_nan_is_reported_and_raised() -> None:
+    events: list[dict] = []
+    system = Recorder(nan_at=3)
+    with pytest.raises(NonFiniteLossError, match="step 3"):
+        bench.measure(
+            system,
+            forever(),
+            Measure(warmup_steps=2),
+            lambda event, **more: events.append({"event": event, **more}),
+        )
+    assert math.isnan(events[-1]["losses"][1])
+
+
+WRITER = """
+import pathlib, sys
+from tests.sweeps.test_bench import ROW, Row, Rows
+print("ready", flush=True)
+sys.stdin.readline()
+for number in range(50):
+    Rows().append(pathlib.Path(sys.argv[1]), Row(**ROW, cell=f"{sys.argv[2]}-{number}", losses=[1.0] * 500))
+"""
+
+
+def test_two_writers_lose_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    command = [sys.executable, "-c", WRITER, str(path)]
+    with contextlib.ExitStack() as stack:
+        writers = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [*command, name],
+                    cwd=ROOT,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for name in "ab"
+        ]
+        for writer in writers:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == "ready\n"
+        for writer in writers:
+            assert writer.stdin is not None
+            writer.stdin.write("go\n")
+            writer.stdin.close()
+    assert [writer.returncode for writer in writers] == [0, 0]
+    assert len({row.cell for row in read_rows(path)}) == 100
+
+
+def test_a_torn_line_is_cut_off_before_the_next_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    Rows().append(path, Row(**ROW, cell="a"))
+    with path.open("a") as file:
+        file.write('{"schema_version": 1, "cel')
+    Rows().append(path, Row(**ROW, cell="b"))
+    assert [row.cell for row in read_rows(path)] == ["a", "b"]
+
+
+def test_rows_round_trip_with_nan(tmp_path: Path) -> None:
+    row = Row(
+        **ROW,
+        cell="a",
+        losses=[1.5, math.nan, math.inf],
+        step_s=[0.1],
+        plan={"host": {"weights": 7}, "device": {}},
+    )
+    Rows().append(tmp_path / "rows.jsonl", row)
+    (back,) = read_rows(tmp_path / "rows.jsonl")
+    assert math.isnan(back.losses[1])
+    assert [back.losses[0], back.losses[2]] == [1.5, math.inf]
+    assert json.loads(back.to_json()) == json.loads(row.to_json())
+
+
+def test_the_history_of_a_run_is_the_row() -> None:
+    config = {"measure": {"warmup_steps": 1, "steps_per_window": 2}}
+    row = Row(
+        **ROW, cell="a", losses=[3.0, 2.0, 1.0], step_s=[0.5], tokens_per_s=28.0, config=config
+    )  # 14 of 16 are labels
+    steps = list(history(row))
+    assert steps == [
+        (0, {"loss": 3.0}),
+        (1, {"loss": 2.0}),
+        (2, {"loss": 1.0, "step_s": 0.5, "tokens_per_s": 28.0}),
+    ]
+
+
+def test_agreement_is_with_the_reference_of_the_same_config() -> None:
+    def row(system: str, loss: float, seed: int = 0, repeat: int = 1, **options: object) -> Row:
+        config = {
+            "system": {"name": system, "dtype": "bfloat16", **options},
+            "seed": seed,
+            "measure": {"windows": 1, "repeat": repeat},
+            "machine": {"device": "cpu"},
+        }
+        return Row(
+            **{**ROW, "system": system}, cell=f"{system}{loss}{seed}", losses=[loss], config=config
+        )
+
+    rows = [row("in_memory", 1.0)]
+    assert compared(row("zero3", 1.001), rows).agrees is True
+    assert compared(row("zero3", 1.003), rows).agrees is False
+    assert compared(row("zero3", 1.0, seed=1), rows).agrees is None
+    assert compared(row("in_memory", 1.0), []).agrees is True
+    # Without room for the reference ZeRO-3 stands in, and only then.
+    no_room = dataclasses.replace(row("in_memory", 1.0), status="wont_fit", losses=[])
+    assert compared(row("zero3", 1.0), []).agrees is None
+    assert compared(row("zero3", 1.0), [no_room]).max_loss_difference == 0.0
+    assert compared(row("megatrain", 1.001), [no_room, row("zero3", 1.0)]).agrees is True
+    assert compared(row("megatrain", 1.003), [no_room, row("zero3", 1.0)]).agrees is False
+    assert compared(row("megatrain", 1.001), [row("zero3", 1.0)]).agrees is None
+    assert (
+        compared(
+            row("megatrain", 1.003), [no_room, row("zero3", 1.0), row("in_memory", 1.003)]
+        ).agrees
+        is True
+    )
+    # Compiled it stands in only where it was measured so alone, which is known when all have run.
+    eager, compiled = row("zero3", 1.0), row("zero3", 1.002, compile=True)
+    mine, alone = row("megatrain", 1.003), [no_room, compiled]
+    assert (compared(mine, alone).agrees, compared(mine, alone, complete=True).agrees) == (
+        None,
+        True,
+    )
+    assert compared(compiled, alone, complete=True).max_loss_difference == 0.0
+    assert compared(mine, [*alone, eager], complete=True).agrees is False
+    assert compared(compiled, [*alone, eager], complete=True).max_loss_difference == pytest.approx(
+        0.002
+    )
+    failed = dataclasses.replace(eager, status="oom_host", losses=[])
+    assert compared(mine, [*alone, failed], complete=True).agrees is True
+    refused = dataclasses.replace(row("in_memory", 1.0, compile=True), status="wont_fit", losses=[])
+    assert compared(mine, [refused, compiled], complete=True).agrees is True
+    fits = row("in_memory", 1.003, compile=True)  # which is no reference: that is eager
+    assert compared(row("megatrain", 1.001), [no_room, fits, eager]).agrees is True
+    # Where nothing says that there was no room, it stands in when all have run; as a preset only
+    # kept, and only alone.
+    kept, other = (row("zero3", loss, compile=True) for loss in (1.004, 1.0))
+    kept, other = (
+        dataclasses.replace(one, preset=preset)
+        for one, preset in ((kept, "kept"), (other, "twinflow kept"))
+    )
+    assert (compared(mine, [eager]).agrees, compared(mine, [eager], complete=True).agrees) == (
+        None,
+        False,
+    )
+    assert compared(mine, [other], complete=True).agrees is None
+    assert compared(mine, [other, kept], complete=True).agrees is True
+    assert compared(other, [other, kept], complete=True).agrees is False
+    assert compared(kept, [other, kept], complete=True).max_loss_difference == 0.0
+    assert compared(kept, [kept, compiled], complete=True).max_loss_difference == pytest.approx(
+        0.002
+    )
+    # Of its repeats the first is the reference, for the others too.
+    again = row("zero3", 1.005, repeat=2)
+    assert compared(eager, [no_room, eager, again]).max_loss_difference == 0.0
+    assert compared(again, [no_room, eager, again]).agrees is False
+    assert compared(row("megatrain", 1.001), [no_room, eager, again]).agrees is True
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("5", "line 1 has no row, allowed schema_version 1"),
+        (
+            '{"schema_version": 1, "new_field": 1, "status": "ok"}',
+            "line 1 has the field 'new_field', allowed what this version knows",
+        ),
+        (
+            '{"schema_version": 1, "status": "bogus"}',
+            "line 1 has status 'bogus', allowed what this version knows",
+        ),
+    ],
+)
+def test_a_line_that_is_no_row_of_this_version_says_so(
+    tmp_path: Path, line: str, message: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(line + "\n")
+    with pytest.raises(ValueError, match=message):
+        read_rows(tmp_path / "rows.jsonl")
+
+
+def test_a_row_keeps_the_prediction_beside_the_planned_bytes():
+    auto.register()
+    (cell,) = command_of(["model=tiny", "system=megatrain"]).cells
+    prediction = {"step_s": 2.0, "rates": {"adamw_params": 7e9}, "placement": {"kept_layers": 3}}
+    plan = {"event": "plan", "plan": {"device": {"weights": 1}, "host": {}}}
+    for said, expected in (
+        ([plan], {}),
+        ([plan, {"event": "predicted", "prediction": prediction}], prediction),
+    ):
+        row = row_of(cell, Outcome(events=said), started_at="", machine={})
+        assert row.plan == {"device": {"weights": 1}, "host": {}, **expected}
+
+
+def test_a_row_counts_the_tokens_of_all_windows_over_their_seconds():
+    auto.register()
+    (cell,) = command_of(
+        ["model=tiny", "system=megatrain", "measure.windows=2", "measure.steps_per_window=3"]
+    ).cells
+    said = [
+        {"event": "plan", "flops_per_token": {"6p": 2e12}},
+        {"event": "losses", "losses": [9.0], "seconds": None, "num_tokens": 0},
+    ]
+    window = {"event": "losses", "losses": [1.0] * 3, "num_tokens": 18}
+    said += [
+        window | {"seconds": seconds, "counters": {"optimizer_s": seconds / 4}}
+        for seconds in (3.0, 4.0)
+    ]
+    machine = {"matrix_peak_tflops": 36.0, "matrix_sustained_tflops": 24.0}
+    row = row_of(cell, Outcome(status="ok", events=said), started_at="", machine=machine)
+    assert (row.step_s, row.tokens_per_s) == ([1.0, 4 / 3], 36 / 7)
+    assert (row.tflops_6p, row.mfu) == (pytest.approx(72 / 7), pytest.approx(2 / 7))
+    assert row.mfu_sustained == pytest.approx(3 / 7)
+    assert row.losses == [9.0] + [1.0] * 6
+    assert row.window_counters == [{"optimizer_s": 0.75}, {"optimizer_s": 1.0}]
+    assert (
+        row_of(cell, Outcome(status="timeout", events=said), started_at="", machine={}).tokens_per_s
+        is None
+    )

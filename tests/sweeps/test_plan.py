@@ -1,0 +1,174 @@
+"""`sweeps.plan`: what it prints is what the engine plans and predicts, for this machine and for one
+that is not here."""
+
+import re
+
+import pytest
+
+from engine.timeline import Interval, Timeline
+from sweeps.outlook import built
+from sweeps.plan import WIDTH, compose_plan, main, memory_lines, report, timeline_lines
+
+ELSEWHERE = ["model=qwen2.5-7b", "+rates=h200_16cores"]
+
+
+def planned(cell, machine):
+    system = built(cell, machine=machine)
+    return system.plan(), system
+
+
+def test_a_machine_that_is_not_here_gets_its_placement_and_its_step():
+    cell, machine = compose_plan(["system=megatrain_fast", *ELSEWHERE])
+    assert (cell.machine.device, cell.shape.batch_size, cell.shape.seq_len) == ("cuda", 32, 1024)
+    plan, engine = planned(cell, machine)
+    assert engine is not None
+    assert engine.blocks.device_optimizer > 0
+    assert engine.blocks.keep_activations > 0
+    assert 0.8 * machine.device_memory < plan.device_bytes < machine.device_memory
+    text = "\n".join(report(cell, machine))
+    assert f"predicted step {engine.predict().step_s:.3f} s" in text
+    assert f"{plan.device_bytes / 1e9:.2f} of 150.1 GB" in text
+    letters = re.search(r"\n  (\S) (\S+) (\S)   \(embed, 28 layers, head\)", text)
+    assert letters
+    assert (
+        sum(letter in "DBP" for letter in "".join(letters.groups()))
+        == engine.blocks.device_optimizer
+    )
+    assert sum(letter in "KB" for letter in letters[2]) == engine.blocks.keep_activations
+    assert sum(letter in "OP" for letter in letters[2]) == engine.blocks.offload_activations
+
+
+def test_the_paper_preset_is_predicted_slower_than_streaming_and_fast_faster():
+    seconds = []
+    for system in ("megatrain_paper", "megatrain", "megatrain_fast"):
+        engine = planned(*compose_plan([f"system={system}", *ELSEWHERE]))[1]
+        assert engine is not None
+        seconds.append(engine.predict().step_s)
+    assert seconds[0] > seconds[1] > seconds[2]
+
+
+@pytest.mark.parametrize(("model", "wasted"), [("7b", 0.15), ("14b", 0.95), ("32b", 0.10)])
+def test_pinning_through_torch_wastes_what_a_power_of_two_is_larger_than_a_layer(model, wasted):
+    """As the published code does: one buffer a layer, from torch's pinned allocator."""
+    plans = {}
+    for pinned in ("exact", "torch", "none"):
+        cell, machine = compose_plan(
+            [f"model=qwen2.5-{model}", "+rates=h200_64cores", f"system.pinned={pinned}"]
+        )
+        engine = planned(cell, machine)[1]
+        assert engine is not None
+        plans[pinned] = engine.plan().host
+        spec = engine._planner.store_spec(engine.blocks)
+    layer = spec.buffers()[1]
+    assert (1 << (layer - 1).bit_length()) / layer - 1 == pytest.approx(wasted, abs=0.01)
+    rounding = plans["torch"].pop("rounding")
+    assert plans["torch"] == plans["exact"] == plans["none"]
+    num_layers = engine.blocks.num_layers
+    assert rounding > 2 * num_layers * wasted * 0.9 * layer  # weights and gradient slabs
+
+
+def test_every_system_and_this_machine_without_a_gpu(capsys, monkeypatch):
+    for system in ("in_memory", "megatrain", "fsdp2"):
+        monkeypatch.setattr("sys.argv", ["plan", f"system={system}"])
+        assert main() == 0
+        assert "fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (
+            ["system=megatrain", "model=qwen2.5-32b", "+rates=h200_16cores"],
+            1,
+            "does not fit: model: got qwen2.5-32b, which needs",
+        ),
+        (
+            ["+rates=h300"],
+            2,
+            "rates: got 'h300', allowed h200_16cores, h200_64cores; choose one of these",
+        ),
+        (
+            ["+rates=h200_16cores", "model=auto"],
+            2,
+            "model: got 'auto', allowed the name of a model where rates are given",
+        ),
+        (["+rates.matmul_flops=1e12"], 2, "rates.name: got nothing, allowed a value"),
+        (
+            ["+rates=h200_16cores", "+rates.foo=1"],
+            2,
+            "rates.foo: got 1, allowed fields name, device_memory",
+        ),
+        (
+            ["+rates=h200_16cores", "rates.h2d_bytes=0"],
+            2,
+            "rates.h2d_bytes: got 0, allowed a number from 1 to 1e24",
+        ),
+        (
+            ["+rates=h200_16cores", "rates.h2d_bytes=fast"],
+            2,
+            "rates.h2d_bytes: got 'fast', allowed a number from 1 to 1e24",
+        ),
+        (["+rates=h200_16cores", "~recipe"], 2, "recipe: got nothing, allowed a value"),
+        (["system.depth=0"], 2, "system.depth: got 0, allowed an integer >= 1"),
+        (
+            ["+tune=zero3"],
+            2,
+            "tune: got 'zero3', allowed with sweeps.run, for a plan is of one cell; give "
+            "system=NAME",
+        ),
+        (["system=superoffload"], 2, "SuperOffload runs on NVIDIA GPUs alone"),
+        (
+            ["system=zero3,fsdp2"],
+            2,
+            "system: got 'zero3,fsdp2', allowed one value, for a plan is of one cell; ask for one",
+        ),
+        (
+            ["--multirun", "system=zero3"],
+            2,
+            "command line: got --multirun, allowed key=value, for a plan is of one cell; remove it",
+        ),
+    ],
+)
+def test_what_does_not_fit_or_is_mistyped_is_one_line(arguments, code, said, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["plan", *arguments])
+    assert main() == code
+    captured = capsys.readouterr()
+    assert said in captured.out + captured.err
+    assert len(captured.err.splitlines()) == (code == 2)
+
+
+def test_a_plan_says_what_windows_will_read(capsys, monkeypatch):
+    """The headline's own: 4.99 s in windows of five steps by the machine's probe, from which these
+    rates are."""
+    study = [
+        "model=qwen2.5-14b",
+        "system=megatrain_fast",
+        "shape=b32x1024",
+        "measure.steps_per_window=5",
+    ]
+    monkeypatch.setattr("sys.argv", ["plan", *study, "+rates=h200_64cores"])
+    assert main() == 0
+    said = capsys.readouterr().out
+    assert said.startswith(
+        "qwen2.5-14b (14.77B parameters), 32 x 1024 tokens, megatrain fast compiled\n"
+    )
+    steady, windows = (
+        float(re.search(form, said)[1])
+        for form in (r"predicted step ([\d.]+) s", r"  ([\d.]+) s in windows of 5 steps")
+    )
+    assert steady < windows == pytest.approx(4.99, rel=0.02)
+
+
+def test_bars_are_to_scale():
+    bars = {
+        line.split()[0]: line.count("█")
+        for line in memory_lines({"weights": 10**9, "moments": 3 * 10**9}, 8 * 10**9)
+    }
+    assert (bars["weights"], bars["moments"]) == (round(WIDTH / 8), round(3 * WIDTH / 8))
+    intervals = (
+        Interval(lane="compute", label="compute embed 0", start_s=0.0, end_s=0.5),
+        Interval(lane="cpu", label="step 0", start_s=0.25, end_s=1.0),
+    )
+    compute, cpu = timeline_lines(Timeline(step_s=1.0, intervals=intervals))
+    assert (compute.count("█"), cpu.count("█")) == (WIDTH // 2, 3 * WIDTH // 4)
+    assert cpu.endswith("0.750 s, 33% hidden")
