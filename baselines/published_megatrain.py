@@ -143,9 +143,7 @@ class PublishedMegaTrain(Rival):
         self._model = authors.CPUMasterModel(model, config)
         with sole_builder():
             self._optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(
-                self._model.get_parameters(),
-                **adamw_settings(recipe),
-                adamw_mode=True,
+                self._model.get_parameters(), **adamw_settings(recipe), adamw_mode=True
             )
 
     def train_step(self, batch: Batch) -> torch.Tensor:

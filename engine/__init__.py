@@ -6,6 +6,7 @@ The names below are all that another room may import; torch is the only dependen
 """
 
 from engine.adamw import clip_scale, norm_of
+from engine.blocks import Fate
 from engine.config import EngineConfig, RefusedError
 from engine.kernel import KernelError, cache_directory, native
 from engine.layers.decoder import find_layers
@@ -33,6 +34,7 @@ __all__ = [
     "USABLE_DEVICE",
     "Batch",
     "EngineConfig",
+    "Fate",
     "KernelError",
     "Machine",
     "MegaTrain",

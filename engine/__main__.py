@@ -64,6 +64,14 @@ def _line(intervals: Sequence[Interval], letters: dict[str, str], width: int) ->
     return "".join(cells)
 
 
+def listed(op: Op) -> str:
+    """One line: lane, name, places and waits."""
+    places = (("slot", op.slot), ("slab", op.slab), ("host", op.host_slab))
+    place = " ".join(f"{name} {number}" for name, number in places if number >= 0)
+    waits = " ".join(f"#{index}" + ("'" if offset else "") for offset, index in op.waits)
+    return f"{op.lane:8}{op.label:27}{place:20}" + (f"after {waits}" if waits else "")
+
+
 def main() -> int:
     """Print the step for the four numbers on the command line; 2 and one line where they are not
     that."""
@@ -84,7 +92,7 @@ def main() -> int:
     print("\n".join(drawing(blocks)), f"{LEGEND}\n", sep="\n")
     print("Operations in issue order; `'` is one of the step before.")
     for index, op in enumerate(operations(blocks)):
-        print(f"{index:4} {op}")
+        print(f"{index:4} {listed(op)}".rstrip())
     return 0
 
 

@@ -4,16 +4,18 @@ global-norm clipping scale.
 Formula: decoupled weight decay, Loshchilov & Hutter, arXiv 1711.05101, algorithm 2, with bias
 correction as in torch.optim.AdamW. Invariant: the native kernel (csrc/adamw.cpp) and the torch
 fallback give the same bits, the split master gives the same bits as an fp32 master, and `step` the
-same as `step_weights` followed by `step_moments`. A ctypes call releases the GIL.
+same in one pass as in two. A ctypes call releases the GIL.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -71,6 +73,16 @@ def clip_scale(norm: torch.Tensor, clip_norm: float) -> torch.Tensor:
     return torch.clamp(clip_norm / (norm + 1e-6), max=1.0) + 0.0 * norm
 
 
+class Pass(Enum):
+    """What of an update is taken: all of it in one pass; what the next forward needs, which is
+    master and weight; or the moments, with the same arguments, at any time before the block's next
+    update."""
+
+    BOTH = "both"
+    WEIGHTS = "weights"
+    MOMENTS = "moments"
+
+
 class AdamW:
     """Applies one optimizer step to one block at a time."""
 
@@ -81,65 +93,29 @@ class AdamW:
         self.num_threads = max(1, num_threads)
         self._native = native() if use_native else None
 
-    def step(self, state: BlockState, gradient: torch.Tensor, *, step: int, scale: float) -> None:
-        """Update `state` in place. gradient: 1-D, bf16 or fp32 as the weight; step counts from 0;
-        scale multiplies it."""
-        self._run(
-            f"adamw_{_master_of(state)}",
-            state,
-            gradient,
-            self._hyper(step, scale),
-            weights=True,
-            moments=True,
-        )
-
-    def step_weights(
-        self, state: BlockState, gradient: torch.Tensor, *, step: int, scale: float
-    ) -> None:
-        """The part of `step` that the next forward needs: master and weight. The moments stay as
-        they are for `step_moments`."""
-        self._run(
-            f"adamw_{_master_of(state)}_weights",
-            state,
-            gradient,
-            self._hyper(step, scale),
-            weights=True,
-            moments=False,
-        )
-
-    def step_moments(
-        self, state: BlockState, gradient: torch.Tensor, *, step: int, scale: float
-    ) -> None:
-        """The rest of `step`, with the same arguments; at any time before the block's next
-        update."""
-        name = "adamw_moments_bf16" if gradient.dtype == torch.bfloat16 else "adamw_moments_fp32"
-        self._run(name, state, gradient, self._hyper(step, scale), weights=False, moments=True)
-
-    def _run(
+    def step(
         self,
-        name: str,
         state: BlockState,
         gradient: torch.Tensor,
-        hyper: _Hyper,
         *,
-        weights: bool,
-        moments: bool,
+        step: int,
+        scale: float,
+        taken: Pass = Pass.BOTH,
     ) -> None:
+        """Update `state` in place. gradient: 1-D, bf16 or fp32 as the weight; step counts from 0;
+        scale multiplies it."""
         assert gradient.numel() == state.weight.numel()
         assert gradient.dtype == state.weight.dtype
+        hyper = self._hyper(step, scale)
         if self._native is None:
-            _torch_step(state, gradient, hyper, weights=weights, moments=moments)
+            _torch_step(state, gradient, hyper, taken)
             return
-        master = [state.weight, state.extra] if weights else []
+        master = [] if taken is Pass.MOMENTS else [state.weight, state.extra]
         tensors = [t for t in (*master, state.exp_avg, state.exp_avg_sq, gradient) if t is not None]
         pointers = [ctypes.c_void_p(t.data_ptr()) for t in tensors]
-        kernel = getattr(self._native, name)
-        kernel(
-            ctypes.c_int64(gradient.numel()),
-            *pointers,
-            ctypes.byref(hyper),
-            ctypes.c_int(self.num_threads),
-        )
+        kernel = getattr(self._native, _kernel(state, taken))
+        threads, numel = ctypes.c_int(self.num_threads), ctypes.c_int64(gradient.numel())
+        kernel(numel, *pointers, ctypes.byref(hyper), threads)
 
     def device_step(
         self, state: BlockState, gradient: torch.Tensor, *, hyper: torch.Tensor, scale: torch.Tensor
@@ -172,32 +148,28 @@ class AdamW:
         )
 
 
-def _master_of(state: BlockState) -> str:
-    """Which of the kernels suits the kind of master that `state` holds."""
+def _kernel(state: BlockState, taken: Pass) -> str:
+    """The function of csrc/adamw.cpp that suits the kind of master that `state` holds."""
+    bf16 = state.weight.dtype == torch.bfloat16
+    if taken is Pass.MOMENTS:
+        return "adamw_moments_bf16" if bf16 else "adamw_moments_fp32"
     if state.extra is None:
-        return "bf16" if state.weight.dtype == torch.bfloat16 else "plain"
-    return "split" if state.extra.dtype == torch.int16 else "master"
+        kernel = "adamw_bf16" if bf16 else "adamw_plain"
+    else:
+        kernel = "adamw_split" if state.extra.dtype == torch.int16 else "adamw_master"
+    return kernel if taken is Pass.BOTH else f"{kernel}_weights"
 
 
-def _torch_step(
-    state: BlockState, gradient: torch.Tensor, h: _Hyper, *, weights: bool, moments: bool
-) -> None:
+def _torch_step(state: BlockState, gradient: torch.Tensor, hyper: _Hyper, taken: Pass) -> None:
+    constants = [getattr(hyper, name) for name in HYPER[:-1]]
     for start in range(0, gradient.numel(), FALLBACK_CHUNK):
-        part = slice(start, start + FALLBACK_CHUNK)
-        g = gradient[part].float() * h.scale
-        m, v = state.exp_avg[part], state.exp_avg_sq[part]
-        m1 = m + (g - m) * h.beta1_rest
-        v1 = v * h.beta2 + (g * g) * h.beta2_rest
-        if weights:
-            extra = None if state.extra is None else state.extra[part]
-            p = read_master(state.weight[part], extra) * h.decay
-            # Through float64, which rounds to the IEEE fp32 root: torch's own fp32 root may be one
-            # ulp off.
-            root = v1.double().sqrt().float()
-            write_master(
-                p - h.step_size * (m1 / (root * h.root_bias2 + h.eps)), state.weight[part], extra
-            )
-        if moments:
+        chunk = slice(start, start + FALLBACK_CHUNK)
+        part, g = state.part(chunk), gradient[chunk].float() * hyper.scale
+        m, v = part.exp_avg, part.exp_avg_sq
+        p1, m1, v1 = _updated(read_master(part.weight, part.extra), m, v, g, constants)
+        if taken is not Pass.MOMENTS:
+            write_master(p1, part.weight, part.extra)
+        if taken is not Pass.WEIGHTS:
             m.copy_(m1)
             v.copy_(v1)
 
@@ -211,17 +183,23 @@ def _device_update(
     hyper: torch.Tensor,
     scale: torch.Tensor,
 ) -> None:
-    decay, beta1_rest, beta2, beta2_rest, step_size, root_bias2, eps = hyper.unbind()
-    take = torch.isfinite(scale)
-    g = gradient.float() * scale
-    p = read_master(weight, extra)
-    m = exp_avg + (g - exp_avg) * beta1_rest
-    v = exp_avg_sq * beta2 + (g * g) * beta2_rest
-    root = v.sqrt() if v.is_cuda else v.double().sqrt().float()  # as in _torch_step
-    updated = p * decay - step_size * (m / (root * root_bias2 + eps))
-    write_master(torch.where(take, updated, p), weight, extra)
-    exp_avg.copy_(torch.where(take, m, exp_avg))
-    exp_avg_sq.copy_(torch.where(take, v, exp_avg_sq))
+    take, p, g = torch.isfinite(scale), read_master(weight, extra), gradient.float() * scale
+    p1, m1, v1 = _updated(p, exp_avg, exp_avg_sq, g, hyper.unbind())
+    write_master(torch.where(take, p1, p), weight, extra)
+    exp_avg.copy_(torch.where(take, m1, exp_avg))
+    exp_avg_sq.copy_(torch.where(take, v1, exp_avg_sq))
+
+
+def _updated(
+    p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, g: torch.Tensor, constants: Sequence[Any]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Master, first and second moment after one update by the gradient `g`."""
+    decay, beta1_rest, beta2, beta2_rest, step_size, root_bias2, eps = constants
+    m1 = m + (g - m) * beta1_rest
+    v1 = v * beta2 + (g * g) * beta2_rest
+    # On the CPU through float64: torch's own fp32 root may be one ulp off the IEEE root.
+    root = v1.sqrt() if v1.is_cuda else v1.double().sqrt().float()
+    return p * decay - step_size * (m1 / (root * root_bias2 + eps)), m1, v1
 
 
 @cache

@@ -7,10 +7,8 @@ counted from 0: embed, the decoder layers, head.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
-
-from engine.config import PLACED, EngineConfig
 
 
 class Fate(Enum):
@@ -41,27 +39,6 @@ class Blocks:
     """Exact global-norm clipping: no update before the whole backward is done."""
     optimizer_overlap: bool = True
     late_moments: bool = False
-
-    @classmethod
-    def asked(cls, config: EngineConfig, *, num_layers: int, clip: bool) -> Blocks:
-        """As `config` asks, AUTO where it leaves a choice. ValueError: more than there is."""
-        both = {f.name for f in fields(cls)} & {f.name for f in fields(config)}
-        chosen = {name: getattr(config, name) for name in both}
-        blocks = cls(num_layers=num_layers, clip=clip, **chosen)
-        limits = dict.fromkeys(PLACED, num_layers) | {"device_optimizer": blocks.num_blocks}
-        for name, most in limits.items():
-            if chosen[name] > most:
-                raise ValueError(
-                    f"system.{name}: got {chosen[name]}, allowed 0 to {most} "
-                    f"with {num_layers} layers; lower it"
-                )
-        if blocks.keep_activations + blocks.offload_activations > num_layers:
-            raise ValueError(
-                f"system.offload_activations: got {blocks.offload_activations}, allowed 0 to "
-                f"{num_layers - blocks.keep_activations} where system.keep_activations is "
-                f"{blocks.keep_activations} of {num_layers} layers; lower one of the two"
-            )
-        return blocks
 
     @property
     def num_blocks(self) -> int:
@@ -120,14 +97,6 @@ class Blocks:
     def offloaded(self) -> list[int]:
         """Layers whose activations wait on the host."""
         return [layer for layer in self.layers if self.fate(layer) is Fate.OFFLOADED]
-
-    def letter(self, block: int) -> str:
-        """Where the block lives, in a drawing: on the device D, else a dot; with its activations
-        kept B or K, offloaded P or O."""
-        fate = self.fate(block) if block in self.layers else Fate.RECOMPUTED
-        here = {Fate.RECOMPUTED: "D", Fate.KEPT: "B", Fate.OFFLOADED: "P"}
-        there = {Fate.RECOMPUTED: "·", Fate.KEPT: "K", Fate.OFFLOADED: "O"}
-        return (here if self.on_device(block) else there)[fate]
 
     def shares_slab(self, block: int) -> bool:
         """Whether the block's gradients reach the host through a slab that others use too."""

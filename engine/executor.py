@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from engine.adamw import AdamW, BlockState, clip_scale, norm_of
+from engine.adamw import AdamW, BlockState, Pass, clip_scale, norm_of
 from engine.blocks import Blocks, Fate
 from engine.device import DeviceMemory, Gradients
 from engine.lanes import Lanes, Ticket
@@ -187,35 +187,30 @@ class Executor:
         if op.fate is Fate.RECOMPUTED:
             if (op.block - 1) % self.blocks.checkpoint_interval == 0:
                 s.saved[op.block] = list(s.hidden)
-            s.hidden = self._outputs(op, s, s.hidden)
+            s.hidden = self._run_layer(op, s, s.hidden, graph=False)
             return
         if op.fate is Fate.KEPT:
-            graphs = self._graphs(op, s)
+            graphs = self._run_layer(op, s, s.hidden, graph=True)
         else:
             s.offloaded[op.block] = self._offloaded(op, s)
             with s.offloaded[op.block].hooks():
-                graphs = self._graphs(op, s)
+                graphs = self._run_layer(op, s, s.hidden, graph=True)
         s.graphs[op.block] = graphs
         s.hidden = [output.detach() for _, output in graphs]
 
-    def _outputs(self, op: Op, s: StepState, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The layer's outputs, without a graph."""
+    def _run_layer(
+        self, op: Op, s: StepState, inputs: list[torch.Tensor], *, graph: bool
+    ) -> list[Any]:
+        """The layer's outputs or, with `graph`, (input, output) with the graph between them."""
         weights, layer = self.memory.weights(op), op.block - 1
         template, pairs = self.decoder.templates[layer], zip(inputs, s.recordings, strict=True)
-        return [template.forward(weights, x, r.calls[layer], layer) for x, r in pairs]
-
-    def _graphs(self, op: Op, s: StepState) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The layer's (input, output) with the graph between them."""
-        weights, layer = self.memory.weights(op), op.block - 1
-        template, pairs = self.decoder.templates[layer], zip(s.hidden, s.recordings, strict=True)
-        return [template.forward_with_graph(weights, x, r.calls[layer], layer) for x, r in pairs]
+        run = template.forward_with_graph if graph else template.forward
+        return [run(weights, x, r.calls[layer], layer) for x, r in pairs]
 
     def _offloaded(self, op: Op, s: StepState) -> Offloaded:
         """Takes what the layer's graph saves, but for what outlives the layer anyway."""
-        template, calls = (
-            self.decoder.templates[op.block - 1],
-            [r.calls[op.block - 1] for r in s.recordings],
-        )
+        template = self.decoder.templates[op.block - 1]
+        calls = [recording.calls[op.block - 1] for recording in s.recordings]
         given = (value for call in calls for value in tensors((call.args, call.kwargs)))
         return Offloaded(
             weights=self.memory.weights(op),
@@ -225,7 +220,7 @@ class Executor:
         )
 
     def _recompute(self, op: Op, s: StepState) -> None:
-        s.saved[op.block + 1] = self._outputs(op, s, s.saved[op.block])
+        s.saved[op.block + 1] = self._run_layer(op, s, s.saved[op.block], graph=False)
         self._count_recomputed(s, self.memory.layout(op).num_params)
 
     def _count_recomputed(self, s: StepState, num_params: int) -> None:
@@ -359,8 +354,7 @@ class Executor:
         raise NonFiniteLossError(
             f"step {s.index}: loss {loss}; no optimizer step was taken this time, but "
             "recipe.clip_norm=0 looks at no gradient: an earlier step may have applied one that "
-            "was "
-            "not finite; resume a checkpoint, or set recipe.clip_norm"
+            "was not finite; resume a checkpoint, or set recipe.clip_norm"
         )
 
     def _park(self, op: Op, _: StepState) -> None:
@@ -369,14 +363,13 @@ class Executor:
 
     def _update(self, op: Op, s: StepState) -> None:
         started, scale = time.perf_counter(), float(self.memory.verdict[2])
-        two_passes = self.blocks.two_passes
-        update = self.optimizer.step_weights if two_passes else self.optimizer.step
+        taken = Pass.WEIGHTS if self.blocks.two_passes else Pass.BOTH
         gradient = (
             self.store.parked[op.block] if op.host_slab < 0 else self.store.slabs[op.host_slab]
         )
         for state, part in self._parts[op.block]:
-            update(state, gradient[part], step=s.index, scale=scale)
-        if two_passes:
+            self.optimizer.step(state, gradient[part], step=s.index, scale=scale, taken=taken)
+        if taken is Pass.WEIGHTS:
             self._late[op.block] = (s.index, scale)
         self.counters["optimizer_s"] += time.perf_counter() - started
 
@@ -389,7 +382,7 @@ class Executor:
         started, (step, scale) = time.perf_counter(), self._late.pop(block)
         for state, part in self._parts[block]:
             gradient = self.store.slabs[block][part]
-            self.optimizer.step_moments(state, gradient, step=step, scale=scale)
+            self.optimizer.step(state, gradient, step=step, scale=scale, taken=Pass.MOMENTS)
         self.counters["optimizer_s"] += time.perf_counter() - started
 
     def finish_moments(self) -> None:

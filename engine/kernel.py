@@ -56,8 +56,7 @@ def cache_directory() -> Path:
     if not _is_private(found):
         raise ValueError(
             f"XDG_CACHE_HOME: got {wanted.parent} and then {found.parent}, allowed a folder that "
-            "you can write "
-            f"and where {NAME} is yours alone; name one"
+            f"you can write and where {NAME} is yours alone; name one"
         )
     _tell(wanted, found)
     return found

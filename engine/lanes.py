@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -33,30 +32,6 @@ class Ticket:
     """Recorded behind it on a device lane, where another lane will wait."""
     done: threading.Event | None = None
     """Set behind it on the CPU lane."""
-
-
-class Lanes(Protocol):
-    """What the executor needs of a set of lanes."""
-
-    waited_s: float
-    """Seconds that the submitting thread waited for the CPU lane."""
-
-    def submit(self, op: Op, task: Task, waits: Sequence[Ticket]) -> Ticket:
-        """Run `task` on the operation's lane after every ticket in `waits`."""
-
-    def drain(self) -> None:
-        """Return when all lanes are idle; re-raise the first error of the CPU lane, a
-        NonFiniteLossError once."""
-
-    def start_recording(self) -> None:
-        """Keep begin and end of everything submitted from now on; call it when drained."""
-
-    def recorded(self) -> list[Interval]:
-        """What ran since `start_recording`, which this ends, in seconds since then; call it when
-        drained."""
-
-    def close(self) -> None:
-        """Stop the worker and return when nothing runs any more; idempotent, raises nothing."""
 
 
 class CudaLanes:
@@ -82,8 +57,8 @@ class CudaLanes:
         return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def submit(self, op: Op, task: Task, waits: Sequence[Ticket]) -> Ticket:
-        """Enqueue; a device lane that waits for the CPU lane makes this thread wait, and counts the
-        seconds."""
+        """Run `task` on the operation's lane after every ticket in `waits`. A device lane that
+        waits for the CPU lane makes this thread wait, and counts the seconds."""
         if op.lane == CPU:
             ticket = Ticket(label=op.label, done=threading.Event())
             self._queue.put((task, list(waits), ticket))
@@ -203,3 +178,6 @@ class SerialLanes:
 
     def close(self) -> None:
         """Nothing to stop."""
+
+
+Lanes = CudaLanes | SerialLanes

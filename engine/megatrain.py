@@ -7,7 +7,7 @@ arXiv 2604.05091, with an exact fp32 master, one recomputation and exact clippin
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 
 from engine import saving
 from engine.blocks import Blocks
-from engine.config import EngineConfig
+from engine.config import PLACED, EngineConfig
 from engine.lanes import Lanes
 from engine.layers.decoder import Decoder
 from engine.layers.rehearsal import rehearse
@@ -71,7 +71,7 @@ class MegaTrain(Trainer):
             config = replace(config, mlp_chunk=0)
         decoder = Decoder(model, mlp_chunk=config.mlp_chunk)
         rehearse(decoder, dtype=dtype, device=device, micro_batch=(micro_batch_size, seq_len))
-        asked = Blocks.asked(config, num_layers=decoder.num_layers, clip=recipe.clip_norm > 0)
+        asked = _asked(config, num_layers=decoder.num_layers, clip=recipe.clip_norm > 0)
         work = Work(
             layouts=decoder.layouts(),
             widths=Widths.of(model.config),
@@ -206,3 +206,25 @@ def _with_index(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def _asked(config: EngineConfig, *, num_layers: int, clip: bool) -> Blocks:
+    """What `config` asks for, AUTO where it leaves a choice. ValueError where it is more than there
+    is."""
+    names = {f.name for f in fields(Blocks)} & {f.name for f in fields(config)}
+    chosen = {name: getattr(config, name) for name in names}
+    blocks = Blocks(num_layers=num_layers, clip=clip, **chosen)
+    limits = dict.fromkeys(PLACED, num_layers) | {"device_optimizer": blocks.num_blocks}
+    for name, most in limits.items():
+        if chosen[name] > most:
+            raise ValueError(
+                f"system.{name}: got {chosen[name]}, allowed 0 to {most} with {num_layers} layers; "
+                "lower it"
+            )
+    if blocks.keep_activations + blocks.offload_activations > num_layers:
+        raise ValueError(
+            f"system.offload_activations: got {blocks.offload_activations}, allowed 0 to "
+            f"{num_layers - blocks.keep_activations} where system.keep_activations is "
+            f"{blocks.keep_activations} of {num_layers} layers; lower one of the two"
+        )
+    return blocks

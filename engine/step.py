@@ -85,12 +85,6 @@ class Op:
         """How the operation is called on a timeline."""
         return f"{self.kind.value}{self.fate.value} {self.block}"
 
-    def __str__(self) -> str:
-        places = (("slot", self.slot), ("slab", self.slab), ("host", self.host_slab))
-        place = " ".join(f"{name} {number}" for name, number in places if number >= 0)
-        waits = " ".join(f"#{index}" + ("'" if offset else "") for offset, index in self.waits)
-        return f"{self.lane:8}{self.label:27}{place:20}" + (f"after {waits}" if waits else "")
-
 
 def operations(blocks: Blocks) -> tuple[Op, ...]:
     """A steady-state step in issue order; a first step ignores the waits on the step before."""

@@ -63,15 +63,8 @@ class Trainer:
             names = list(dict.fromkeys(LANES[self.blocks.streams].values()))
             cuda = self.device.type == "cuda"
             self._lanes = CudaLanes(self.device, names) if cuda else SerialLanes()
-        self._executor = Executor(
-            self.blocks,
-            self.work,
-            self._decoder,
-            self._store,
-            optimizer,
-            self._lanes,
-            self.device,
-        )
+        parts = self.blocks, self.work, self._decoder, self._store
+        self._executor = Executor(*parts, optimizer, self._lanes, self.device)
 
     @property
     def store(self) -> Store:

@@ -21,7 +21,7 @@ import torch
 from baselines.deepspeed.setup import import_deepspeed, require_deepspeed, sole_builder
 from baselines.system import Unsupported
 from engine import KernelError, Recipe, native
-from engine.adamw import AdamW, BlockState
+from engine.adamw import AdamW, BlockState, Pass
 from sweeps.host_memory import ROUNDS, Kernel, Speed, in_turns, streams
 
 BYTES_PER_PARAM = {
@@ -61,15 +61,15 @@ def engine_kernel(
     num_threads: int,
     weight: torch.dtype,
     extra: torch.dtype | None,
-    update: str = "step",
+    taken: Pass = Pass.BOTH,
 ) -> Kernel:
-    """The engine's native AdamW, the method `update` of it. Raises Unsupported without it: the
-    fallback is not what is measured."""
+    """The engine's native AdamW, or one pass of it. Raises Unsupported without it: the fallback is
+    not what is measured."""
     try:
         native()
     except KernelError as error:
         raise Unsupported(str(error)) from error
-    make = _untouched if update == "step_moments" else _filled
+    make = _untouched if taken is Pass.MOMENTS else _filled
     state = BlockState(
         weight=make(num_params, weight, 0.02),
         extra=None if extra is None else make(num_params, extra, 0.02),  # as int16 that is 0
@@ -82,14 +82,15 @@ def engine_kernel(
     )
     moments = [state.exp_avg, state.exp_avg_sq]
     weights = [tensor for tensor in (state.weight, state.extra) if tensor is not None]
-    updated = {"step": weights + moments, "step_weights": weights, "step_moments": moments}[update]
-    passed = [gradient, *(moments if update == "step_weights" else [])]
+    both, first, second = weights + moments, weights, moments
+    updated = {Pass.BOTH: both, Pass.WEIGHTS: first, Pass.MOMENTS: second}[taken]
+    passed = [gradient, *(moments if taken is Pass.WEIGHTS else [])]
     if extra == torch.float32:  # the master holds everything: the weight is only written
         passed.append(updated.pop(0))
     return Kernel(
         name=name,
         bytes_per_element=BYTES_PER_PARAM[name],
-        run=lambda: getattr(optimizer, update)(state, gradient, step=9, scale=1.0),
+        run=lambda: optimizer.step(state, gradient, step=9, scale=1.0, taken=taken),
         updated=updated,
         passed=passed,
     )
@@ -147,8 +148,8 @@ def contestants(num_params: int, num_threads: int) -> list[Kernel | Speed]:
 
     makers: list[Callable[[str], Kernel]] = [
         lambda name: engine_kernel(name, num_params, num_threads, bf16, int16),
-        lambda name: engine_kernel(name, num_params, num_threads, bf16, int16, "step_weights"),
-        lambda name: engine_kernel(name, num_params, num_threads, bf16, int16, "step_moments"),
+        lambda name: engine_kernel(name, num_params, num_threads, bf16, int16, Pass.WEIGHTS),
+        lambda name: engine_kernel(name, num_params, num_threads, bf16, int16, Pass.MOMENTS),
         lambda name: engine_kernel(name, num_params, num_threads, bf16, fp32),
         lambda name: engine_kernel(name, num_params, num_threads, fp32, None),
         lambda name: torch_kernel(name, num_params, fp32, fused),

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from baselines.model_check import require_runnable
 from baselines.system import Unsupported
-from engine import Machine, MegaTrain, Rates, Timeline
+from engine import Fate, Machine, MegaTrain, Rates, Timeline
 from sweeps import auto, environment
 from sweeps.command_line import mend_streams
 from sweeps.config import Cell, cell_from, require
@@ -140,7 +140,13 @@ def memory_lines(kinds: Mapping[str, int], has: int | None) -> list[str]:
 def layer_map(engine: MegaTrain) -> list[str]:
     """One letter a block: where its weights and optimizer state live, and whether its activations
     are kept."""
-    letters = "".join(map(engine.blocks.letter, range(engine.blocks.num_blocks)))
+
+    def letter(block: int) -> str:
+        kind = "DBP" if engine.blocks.on_device(block) else "·KO"
+        fate = engine.blocks.fate(block) if block in engine.blocks.layers else Fate.RECOMPUTED
+        return kind[list(Fate).index(fate)]
+
+    letters = "".join(map(letter, range(engine.blocks.num_blocks)))
     between = engine.blocks.checkpoint_interval
     every = f", an input kept every {between} layers" if between > 1 else ""
     return [

@@ -20,8 +20,7 @@ from sweeps.result import Row, unpacked
 
 AGAIN = (
     "make it again from the JSONL, which has every row: python -m sweeps.upload ROWS (where that "
-    "is "
-    "lost, move the run's folder away)"
+    "is lost, move the run's folder away)"
 )
 
 

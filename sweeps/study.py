@@ -36,11 +36,7 @@ class TimeIsUpError(Exception):
 
 
 def run_cell(
-    cell: Cell,
-    label: str,
-    rows: Rows,
-    deadline: float = math.inf,
-    refused: Outcome | None = None,
+    cell: Cell, label: str, rows: Rows, deadline: float = math.inf, refused: Outcome | None = None
 ) -> Row:
     """The cell's row: the one that stands, or a new one from a process of its own.
 

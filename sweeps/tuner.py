@@ -45,8 +45,7 @@ def require(overrides: Sequence[str]) -> None:
     if asked and importlib.util.find_spec(PLUGIN) is None:
         raise ValueError(
             f"tune: got {asked[-1].partition('=')[2]!r}, allowed where hydra-optuna-sweeper is "
-            "installed; "
-            "run pip install -c constraints.txt -e '.[tune]'"
+            "installed; run pip install -c constraints.txt -e '.[tune]'"
         )
     modes = [override for override in overrides if asked and override.startswith("mode=")]
     if modes:

@@ -16,12 +16,7 @@ from torch.nn import functional as F
 
 from baselines import footprint
 from baselines.deepspeed.options import DeepSpeedOptions, accumulation_dtype
-from baselines.deepspeed.setup import (
-    import_deepspeed,
-    require_deepspeed,
-    setup_phase,
-    sole_builder,
-)
+from baselines.deepspeed.setup import import_deepspeed, require_deepspeed, setup_phase, sole_builder
 from baselines.loss import CausalLMLoss, loss_of
 from baselines.model import materialise
 from baselines.rival import NOT_TAKEN, Rival, adamw_settings, micro_batches, raise_unless_finite
@@ -78,10 +73,7 @@ class DeepSpeed(Rival):
         with sole_builder():
             optimizer = self._optimizer(deepspeed)
         self._engine, *_ = deepspeed.initialize(
-            model=loss,
-            config=self.options.config(spec),
-            dist_init_required=False,
-            **optimizer,
+            model=loss, config=self.options.config(spec), dist_init_required=False, **optimizer
         )
         self._engine.train()
 

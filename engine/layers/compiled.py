@@ -61,8 +61,7 @@ class JointPull:
             reason = str(error).strip().splitlines()[0]
             warnings.warn(
                 f"system.compile: the recomputation of {self._what} and its backward are two "
-                "graphs "
-                f"instead of one, which takes longer ({reason})",
+                f"graphs instead of one, which takes longer ({reason})",
                 stacklevel=2,
             )
             return None

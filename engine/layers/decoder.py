@@ -270,8 +270,7 @@ def _refuse_auxiliary_loss(model: nn.Module) -> None:
         if getattr(getattr(module, "config", None), "output_router_logits", False):
             raise RefusedError(
                 "model.config.output_router_logits: got True, allowed False; set it to False, for "
-                "the loss is "
-                "the cross-entropy alone, without the auxiliary one of the routers"
+                "the loss is the cross-entropy alone, without the auxiliary one of the routers"
             )
 
 
@@ -298,8 +297,7 @@ def _frozen(model: nn.Module) -> frozenset[str]:
     if len(frozen) == len(list(model.named_parameters())):
         raise ValueError(
             "model: got requires_grad=False on every parameter, allowed are models with something "
-            "to train; "
-            "call model.requires_grad_(True)"
+            "to train; call model.requires_grad_(True)"
         )
     return frozen
 

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from engine.config import RefusedError
+
 T = TypeVar("T")
 
 
@@ -26,7 +28,7 @@ def refuse_random(
 ) -> T:
     """What `run`, a forward of `module` on `device`, returns.
 
-    again: the same forward without a compiler, by default `run`. Raises ValueError where both
+    again: the same forward without a compiler, by default `run`. Raises RefusedError where both
     move a generator of the CPU or the device. The second is run only where the first did, and
     without cuDNN's attention, which moves the device's generator even where it drops nothing.
     """
@@ -38,7 +40,7 @@ def refuse_random(
     with torch.no_grad(), _no_cudnn_attention(device):
         (again or run)()
     if _states(device) != before:
-        raise ValueError(_refusal(module))
+        raise RefusedError(refusal(module))
     return result
 
 
@@ -56,7 +58,8 @@ def _no_cudnn_attention(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _refusal(module: nn.Module) -> str:
+def refusal(module: nn.Module) -> str:
+    """What is said of a module whose forward draws random numbers."""
     found = dict(_settings(module))
     named = ", ".join(f"{name}={value}" for name, value in sorted(found.items()))
     return (

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.config import RefusedError
 from engine.layers.decoder import Decoder, Recording
+from engine.layers.randomness import refusal
 
 ROWS, TOKENS = 2, 16
 """Most that is tried: a model that walks through the tokens in Python would take long over more."""
@@ -157,6 +158,19 @@ class _NothingAtRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return torch.tensor(0.0, dtype=result.dtype) if drawn and not result.ndim else result
 
 
+class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether random numbers are drawn for a tensor. Attention kernels, which may and need
+    not, are left to the first step, and so is a number drawn alone."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        random = torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(func)
+        self.found |= random and isinstance(result, torch.Tensor) and result.ndim > 0
+        return result
+
+
 def _enter(twin: Decoder, tokens: torch.Tensor, last: int = -1) -> Recording:
     with _NothingAtRandom():  # type: ignore[no-untyped-call]
         return twin.record(tokens, None, last=last)
@@ -166,7 +180,14 @@ def _try_layer(twin: Decoder, recording: Recording, index: int) -> None:
     """One forward; every template of the same class learns what it returns."""
     template, call = twin.templates[index], recording.calls[index]
     hidden = recording.hidden.detach().requires_grad_()
-    output = template.learn_outputs(dict(template.module.named_parameters()), hidden, call, index)
+    parameters = dict(template.module.named_parameters())
+    drawing = _Drawing()  # type: ignore[no-untyped-call]
+    try:
+        with drawing:
+            output = template.learn_outputs(parameters, hidden, call, index)
+    finally:  # whatever fake tensors cannot do after it
+        if drawing.found:
+            raise RefusedError(refusal(template.module))
     if id(hidden) not in _leaves(output):
         raise RefusedError(
             f"model: what {type(template.module).__name__} returns has no gradient, allowed layers "

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from engine.adamw import AdamW, BlockState
+from engine.adamw import AdamW, BlockState, Pass
 from engine.recipe import Recipe
 
 UPDATE_ROUNDS = 24
@@ -80,13 +80,12 @@ def _probe(device: torch.device, num_threads: int, pinned: bool, use_native: boo
     state = BlockState(weight=weight, extra=extra, exp_avg=moments[0], exp_avg_sq=moments[1])
     optimizer = AdamW(Recipe(), num_threads=num_threads, use_native=use_native)
 
-    updates = [optimizer.step, optimizer.step_weights, optimizer.step_moments]
-    taken = _in_turns(
-        [partial(update, state, gradient, step=0, scale=1.0) for update in updates], UPDATE_ROUNDS
-    )
+    update = partial(optimizer.step, state, gradient, step=0, scale=1.0)
+    updates = [partial(update, taken=taken) for taken in (Pass.BOTH, Pass.WEIGHTS, Pass.MOMENTS)]
+    seconds = _in_turns(updates, UPDATE_ROUNDS)
     # Not the fastest, nor the median: a run meets whatever else the machine does, and its step
     # takes what updates take in the mean.
-    adamw, first, second = (PROBE_NUMEL / statistics.mean(times) for times in taken)
+    adamw, first, second = (PROBE_NUMEL / statistics.mean(times) for times in seconds)
     return Rates(
         matmul_flops=2 * PROBE_SIZE**3 / synchronized(lambda: torch.matmul(a, a)),
         adamw_params=adamw,

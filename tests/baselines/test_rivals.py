@@ -101,12 +101,7 @@ def test_superoffload_plan_at_14b():
     assert "optimizer" not in plan.device
     assert {
         kind: size / total for kind, size in plan.host.items() if kind not in ("staging", "other")
-    } == {
-        "weights": 2,
-        "master": 4,
-        "moments": 8,
-        "gradients": 6,
-    }
+    } == {"weights": 2, "master": 4, "moments": 8, "gradients": 6}
     assert 4 < plan.host["staging"] / total < 10
     unpinned = build("superoffload", make_spec(QWEN_14B, pin_memory=False)).plan()
     assert unpinned.host["staging"] < 0.25 * total
@@ -190,11 +185,7 @@ def test_zenflow_plan_at_14b():
         kind: size / total
         for kind, size in plan.host.items()
         if kind not in ("staging", "weights", "other")
-    } == {
-        "master": 8,
-        "moments": 16,
-        "gradients": 10,
-    }
+    } == {"master": 8, "moments": 16, "gradients": 10}
     assert plan.device["optimizer"] == pytest.approx(0.8 * total)
 
 

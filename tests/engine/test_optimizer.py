@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine import KernelError, Recipe, native
-from engine.adamw import AdamW, BlockState, clip_scale, read_master, write_master
+from engine.adamw import AdamW, BlockState, Pass, clip_scale, read_master, write_master
 
 RECIPE = Recipe(lr=1e-3, weight_decay=0.1, schedule="cosine", warmup_steps=5, total_steps=300)
 FIELDS = ("weight", "extra", "exp_avg", "exp_avg_sq")
@@ -55,11 +55,11 @@ def run(
         )
         if two_passes:
             moments = state.exp_avg.clone(), state.exp_avg_sq.clone()
-            optimizer.step_weights(state, gradient, step=step, scale=0.37)
+            optimizer.step(state, gradient, step=step, scale=0.37, taken=Pass.WEIGHTS)
             assert torch.equal(state.exp_avg, moments[0])
             assert torch.equal(state.exp_avg_sq, moments[1])
             weight = state.weight.clone()
-            optimizer.step_moments(state, gradient, step=step, scale=0.37)
+            optimizer.step(state, gradient, step=step, scale=0.37, taken=Pass.MOMENTS)
             assert torch.equal(state.weight, weight)
         else:
             optimizer.step(state, gradient, step=step, scale=0.37)
