@@ -53,7 +53,7 @@ def _latest(found: pd.DataFrame) -> pd.DataFrame:
 
 
 def every_row(*sources: Path | str) -> pd.DataFrame:
-    """As `frame`, with the attempts that a later row of the same cell replaces."""
+    """What `frame` gives, and the attempts that a later row of the same cell replaces."""
     paths = list(dict.fromkeys(item for source in sources for item in _found(source)))
     files = [path for path in paths if isinstance(path, Path)]
     tagged = [item for path in files if path.suffix != ".wandb" for item in _read(path)]

@@ -96,7 +96,7 @@ def _line(key: Any, repeats: pd.DataFrame) -> dict[str, Any]:
 
 
 def _mean(numbers: pd.Series) -> float | None:
-    """Of repeats of equal work, the harmonic mean: all work over all seconds."""
+    """The harmonic mean of repeats of equal work: all work over all seconds."""
     known = [float(value) for value in numbers.dropna()]
     return float(stats.hmean(known)) if known else None
 

@@ -102,7 +102,7 @@ def shown(lines: pd.DataFrame) -> Iterator[tuple[Study, pd.DataFrame]]:
 
 
 def leading(study: Study, mine: pd.DataFrame) -> pd.DataFrame:
-    """Of a study's lines those of the run that answers.
+    """Those of a study's lines that are of the run that answers.
 
     It is the one that studies.yaml names, else the one that measured most, of equals the last.
     """

@@ -193,7 +193,7 @@ def base_title(study: Study) -> str:
 
 
 def markdown(table: pd.DataFrame) -> str:
-    """As a page shows it: words to the left, numbers to the right."""
+    """The table as a page shows it: words to the left, numbers to the right."""
     words = [table.columns[0], *WORDS]
     align = ["left" if name in words else "right" for name in table.columns]
     text = str(table.to_markdown(index=False, colalign=align, disable_numparse=True))
@@ -201,7 +201,7 @@ def markdown(table: pd.DataFrame) -> str:
 
 
 def latex(table: pd.DataFrame, caption: str, label: str) -> str:
-    """As a paper includes it (booktabs)."""
+    """The table as a paper includes it (booktabs)."""
     columns = "l" + "r" * (len(table.columns) - 1)
     style = table.style.hide(axis="index").format(escape="latex")
     style = style.format_index(escape="latex", axis=1)

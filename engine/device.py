@@ -48,9 +48,9 @@ class DeviceMemory:
         self._layer_wide = self._wide(work.largest_layer, work.num_micro_batches)
         self.outer_gradients = {b: self._outer(b) for b in (0, blocks.head)}
         self.norms = torch.zeros(blocks.num_blocks, device=device)
-        """Of each block's gradients."""
+        """Norm of each block's gradients."""
         self.scale = torch.ones((), device=device)
-        """Of the gradients, for updates on the device; NaN forbids them."""
+        """What updates on the device multiply gradients by; NaN forbids them."""
         self.verdict = torch.zeros(3, pin_memory=device.type == "cuda")
         """Loss, gradient norm and scale, on the host, for the CPU lane."""
 
@@ -69,7 +69,7 @@ class DeviceMemory:
         return Gradients(layout, self._own_slabs[block], wide)
 
     def layout(self, op: Op) -> Layout:
-        """Of the operation's block."""
+        """Layout of the operation's block."""
         return self._work.layouts[op.block]
 
     def home(self, op: Op) -> torch.Tensor:

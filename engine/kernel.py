@@ -31,7 +31,7 @@ FLAGS = (
     "-shared",
 )
 NAME = "megatrain-bench"
-"""Of the folder."""
+"""Name of the folder."""
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 

@@ -187,8 +187,8 @@ class MegaTrain(Trainer):
 
     @property
     def placement(self) -> dict[str, int]:
-        """As asked for or chosen, by the names that rows have: numbers of blocks on the device, of
-        layers kept and offloaded, of layers between kept inputs."""
+        """What was asked for or chosen, by the names that rows have: numbers of blocks on the
+        device, of layers kept and offloaded, of layers between kept inputs."""
         return {
             "device_blocks": self.blocks.device_optimizer,
             "kept_layers": self.blocks.keep_activations,

@@ -57,10 +57,10 @@ class Widths:
 
     hidden: int
     inner: int
-    """Of the MLP."""
+    """The MLP's own width."""
     queries: int
     keys: int
-    """Of the keys; the values have as many."""
+    """All keys; the values have as many."""
     vocab: int
     heads: int
 
@@ -104,10 +104,10 @@ class Work:
     """One a block."""
     widths: Widths
     dtype: torch.dtype
-    """Of weights and gradients: bfloat16 or float32."""
+    """Weights and gradients have it: bfloat16 or float32."""
     num_micro_batches: int
     rows: int
-    """Of one micro-batch."""
+    """Rows of one micro-batch."""
     seq_len: int
     loss_chunk: int
     """Tokens whose logits are alive at a time."""
@@ -117,7 +117,7 @@ class Work:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of a batch's tokens: (number of micro-batches, rows, seq_len)."""
+        """A batch's tokens are (number of micro-batches, rows, seq_len)."""
         return self.num_micro_batches, self.rows, self.seq_len
 
     @property
@@ -177,7 +177,7 @@ class StoreSpec:
     layouts: Sequence[Layout]
     """One a block."""
     dtype: torch.dtype
-    """Of weights and gradients: bfloat16 or float32."""
+    """Weights and gradients have it: bfloat16 or float32."""
     master: str
     """One of config.MASTERS; a float32 weight is always the master itself."""
     slabs: Mapping[int, int]

@@ -66,7 +66,7 @@ class Op:
     block: int
     lane: str
     fate: Fate = Fate.RECOMPUTED
-    """Of the activations, in a layer's forward and backward."""
+    """What becomes of the activations, in a layer's forward and backward."""
     slot: int = -1
     """Device weight slot (load, computations) of a layer without a home."""
     slab: int = -1

@@ -42,7 +42,7 @@ BYTES_PER_PARAM = {
 """Row -> bytes that a step reads and writes for a parameter: twice what is updated, once what is
 only read or written."""
 HELD_BYTES = 12 + 14 + 14 + 10 + 16 + 16 + 16 + 16 + 12
-"""Of a parameter in all arrays together: three of the streams', then the rows in order."""
+"""Bytes of a parameter in all arrays together: three of the streams', then the rows in order."""
 
 
 def _filled(num_params: int, dtype: torch.dtype, value: float) -> torch.Tensor:

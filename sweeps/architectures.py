@@ -39,7 +39,7 @@ from sweeps.tiny import VOCAB, causal_types, tiny_config
 
 PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
 TIME_LIMIT_S = 300.0
-"""Of one type, both dtypes; most take a second."""
+"""Seconds for one type in both dtypes; most take one."""
 NUM_STEPS = 3
 SHAPE = (2, 2, 23)
 """Micro-batches, rows, tokens; with `loss_chunk` a row's loss comes in two pieces of unlike
@@ -63,7 +63,7 @@ class Trained:
 
     losses: list[float]
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Of the first step, clipped, by name; without those of parameters that got none."""
+    """Gradients of the first step, clipped, by name; without those of parameters that got none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from engine.kernel import KernelError, native
 from sweeps.memory import host_bytes
 
 NUM_ELEMENTS = 1 << 26
-"""Of an array: 256 MiB in fp32."""
+"""Elements of an array: 256 MiB in fp32."""
 ROUNDS = 21
 
 

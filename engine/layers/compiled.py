@@ -23,7 +23,7 @@ Weights = Mapping[str, torch.Tensor]
 Run = Callable[[dict[str, torch.Tensor], torch.Tensor, tuple[Any, ...], dict[str, Any]], Any]
 """(weights by name, input, further arguments) -> output."""
 Grads = tuple[torch.Tensor, list[torch.Tensor | None]]
-"""Of the input, and of the weights in their order."""
+"""Gradients of the input, and of the weights in their order."""
 
 
 class _NotWithoutNumbersError(Exception):

@@ -57,7 +57,7 @@ class Offloaded:
     """Bytes of the pinned slab. What a layer saves beyond them stays on the device: right, at the
     price of memory."""
     num_bytes: int = 0
-    """Of all pieces in their slab."""
+    """Bytes of all pieces in their slab."""
     _pieces: list[torch.Tensor] = field(default_factory=list)
     """Saved tensors in memory order as bytes on the device: as the forward left them, none, or as
     fetched."""

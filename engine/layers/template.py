@@ -166,8 +166,8 @@ class Template:
     def _recomputed(
         self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor, call: Call, index: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `forward_with_graph`, but the output's values are undefined where no gradient depends
-        on them."""
+        """Like `forward_with_graph`, but the output's values are undefined where no gradient
+        depends on them."""
         if self.mlp is None or self.mlp.only_added is False:
             return self.forward_with_graph(weights, hidden, call, index)
         self.mlp.unread = True
@@ -204,7 +204,7 @@ class Template:
         output: torch.Tensor,
         grad_output: torch.Tensor,
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """As `backward`, of a graph that is there."""
+        """What `backward` returns, of a graph that is there."""
         grad_hidden, *grads = gradients(output, [hidden, *weights.values()], grad_output)
         assert grad_hidden is not None
         return grad_hidden, grads

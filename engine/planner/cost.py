@@ -132,8 +132,8 @@ class Cost:
         return self._products(2 * num_params) + self._attention_s + self._rest
 
     def _backward(self, fate: Fate, num_params: int) -> float:
-        """Of a kept or offloaded layer; of another with its recomputation, which computes a chunked
-        MLP's products no second time (pre-norm)."""
+        """The backward of a layer; a recomputed one with its recomputation, which computes a
+        chunked MLP's products no second time (pre-norm)."""
         finish = self._moved(FINISH_BYTES * num_params)
         seconds = self._products(4 * num_params) + 2.5 * self._attention_s + 2 * self._rest + finish
         if fate is not Fate.RECOMPUTED:
