@@ -31,7 +31,7 @@ ablation: $(INSTALLED) ## one study: make ablation NAME=double_buffering (see co
 	@test -f conf/ablation/$(NAME).yaml || { echo "NAME: got '$(NAME)', allowed $$(ls conf/ablation | sed 's/.yaml//' | paste -sd' '); give one" >&2; exit 2; }
 	$(BIN)/python -m sweeps.run +ablation=$(NAME) time_limit_s=21600 $(SET) || test $$? = 75
 
-# Two processes of one thread each. A file stays in one of them, for its shared fixtures; e2e and parity, the longest, come first.
+# Two processes of one thread each. A file stays in one of them, for its shared fixtures; testpaths has the longest first.
 test: $(INSTALLED) ## every test that needs no GPU
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
 

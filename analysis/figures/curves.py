@@ -56,7 +56,7 @@ def _series(study: Study, shown: pd.DataFrame) -> Iterator[tuple[str, str, str, 
     if study.hue and not study.of_systems:
         values = studies.column(shown, study.hue)
         for number, value in enumerate(sorted(values.unique())):
-            label = f"{names.value(study.hue, value)} {names.setting(study.hue)}"
+            label = f"{names.setting(study.hue)}: {names.value(study.hue, value)}"
             color = BLUES[(number - values.nunique()) % len(BLUES)]
             yield label, color, "o^sD"[number % 4], shown[values == value]
         return
