@@ -3,19 +3,15 @@ mistake."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-from pathlib import Path
 
 import pytest
-from sweeps.check import survey
 
 from baselines.registry import build
 from sweeps.config import cell_from
+from sweeps.outlook import outlooks
 from tests.baselines.test_systems import make_spec
 from tests.sweeps.test_config import composed
-
-ROOM = Path(__file__).parents[2] / "baselines"
 
 
 def config(**system):
@@ -71,7 +67,7 @@ def test_an_implementation_that_is_not_there_is_said_before_anything_runs():
     with pytest.raises(
         ValueError, match=r"^system\.implementation: got 'baselines\.in_memory:Toy', which [^\n]*$"
     ):
-        survey([cell])
+        outlooks([cell])
 
 
 def test_where_the_code_lies_is_no_part_of_what_a_cell_is_known_by():
@@ -83,26 +79,3 @@ def test_where_the_code_lies_is_no_part_of_what_a_cell_is_known_by():
     assert (here.implementation, here.spec().implementation) == ("here:Toy", "here:Toy")
     assert "implementation" not in here.options
     assert cell_from(config(implementation=None)).hash == cell_from(config()).hash
-
-
-def test_the_room_has_no_import_circle():
-    """Neither behind TYPE_CHECKING nor inside a function: `import`s anywhere in a file count."""
-    files = {
-        ".".join(path.relative_to(ROOM.parent).with_suffix("").parts): path
-        for path in ROOM.rglob("*.py")
-    }
-    arrows = {name: imported(path, files) - {name} for name, path in files.items()}
-    while leaves := [name for name, others in arrows.items() if not others & arrows.keys()]:
-        for name in leaves:
-            del arrows[name]
-    assert not arrows
-
-
-def imported(path: Path, files: dict[str, Path]) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return found & files.keys()
