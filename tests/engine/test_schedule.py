@@ -127,6 +127,15 @@ def test_each_layer_is_loaded_once_each_way_and_stored_once_with_interval_one():
     assert stores == [7, 6, 5, 4, 3, 2, 1, 0]
 
 
+@pytest.mark.parametrize(("streams", "depth", "ahead"), [(1, 3, 1), (2, 1, 1), (2, 2, 1), (2, 4, 3), (3, 4, 1)])
+def test_weights_are_loaded_once_for_each_computation_and_so_many_ahead(streams, depth, ahead):
+    """One ahead, or where stores take the same lane a whole buffer; the first computation waits for none but its own."""
+    ops = operations(Blocks(num_layers=6, depth=depth, streams=streams))
+    loads = [i for i, op in enumerate(ops) if op.kind is Kind.LOAD]
+    computed = [sum(op.kind.value.startswith("compute ") for op in ops[:i]) for i in loads]
+    assert computed == [0, *(max(1, n - ahead + 1) for n in range(1, 14))]
+
+
 @pytest.mark.parametrize(("depth", "slabs"), [(1, 1), (2, 3), (3, 2)])
 def test_rings_are_used_in_turn(depth, slabs):
     """Weight slots, device gradient slabs and a pool of host slabs: the next layer's is the
@@ -162,6 +171,12 @@ def test_one_pass_updates_all_where_gradients_cannot_wait(reason):
     assert operations(replace(blocks, late_moments=True)) == operations(blocks)
 
 
+@pytest.mark.parametrize("blocks", [blocks for blocks in placements(6, 2, 3, 1) if blocks.deferred], ids=str)
+def test_updates_that_wait_come_in_the_order_of_the_next_forward(blocks):
+    updates = [op.block for op in operations(blocks) if op.kind in (Kind.UPDATE, Kind.UPDATE_HERE)]
+    assert updates == list(range(8))
+
+
 def test_without_clipping_updates_start_in_the_backward():
     kinds = [op.kind for op in operations(Blocks(num_layers=4, clip=False))]
     assert kinds.index(Kind.UPDATE) < kinds.index(Kind.EMBED_BACKWARD)
@@ -194,6 +209,18 @@ def test_offloaded_layers_are_spread_evenly_and_never_recomputed(share):
         assert sorted(op.block for op in ops if op.kind is kind) == offloaded
     recomputed = [op.block for op in ops if op.kind is Kind.BACKWARD and op.fate is Fate.RECOMPUTED]
     assert recomputed == [i for i in range(6, 0, -1) if i not in offloaded]
+
+
+@pytest.mark.parametrize(("keep", "offload"), [(0, 2), (0, 4), (0, 8), (2, 3), (3, 2), (4, 4)])
+def test_activations_come_back_only_into_what_others_gave_up(keep, offload):
+    """No more layers at once, kept or fetched, than the plan has room for."""
+    held, most = keep, max(1, keep)
+    for op in operations(Blocks(num_layers=8, keep_activations=keep, offload_activations=offload)):
+        if op.kind is Kind.STAGE:
+            held += 1
+        elif op.kind is Kind.BACKWARD and op.fate is not Fate.RECOMPUTED:
+            held -= 1
+        assert 0 <= held <= most, op
 
 
 @pytest.mark.parametrize(("interval", "recomputes"), [(1, 0), (2, 3), (3, 4), (6, 5), (9, 5)])

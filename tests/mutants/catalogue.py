@@ -72,6 +72,9 @@ RINGS = f"{SCHEDULE}test_rings_are_used_in_turn"
 SERIAL = f"{SCHEDULE}test_a_serial_optimizer_runs_between_one_step_and_the_next"
 LATE = f"{SCHEDULE}test_moments_are_updated_last_block_first_before_their_slabs_are_written_again"
 SPREAD = f"{SCHEDULE}test_offloaded_layers_are_spread_evenly_and_never_recomputed"
+AHEAD = f"{SCHEDULE}test_weights_are_loaded_once_for_each_computation_and_so_many_ahead"
+IN_ORDER = f"{SCHEDULE}test_updates_that_wait_come_in_the_order_of_the_next_forward"
+ROOM = f"{SCHEDULE}test_activations_come_back_only_into_what_others_gave_up"
 ONE_PASS = f"{SCHEDULE}test_one_pass_updates_all_where_gradients_cannot_wait"
 CUDA = "test_engine_errors.py::test_cuda_lanes_wait_for_the_tickets_they_are_given"
 DRAIN = "test_engine_errors.py::test_a_drain_returns_once_the_worker_has_done_what_was_queued"
@@ -320,6 +323,8 @@ MUTANTS = (
         ),
         ("G5", "key = (op.slot, self.layout(op))", "key = (op.slot, None)"),
         ("G7", "else self._slabs[op.slab]", "else self._slabs[0]", DECLARED),
+        ("G9", "max(streamed, default=0)", "next(iter(streamed), 0)"),
+        ("G10", "max(passing, default=0)", "next(iter(passing), 0)"),
         ("G8", "else self.slots[op.slot]", "else self.slots[0]", DECLARED),
     ),
     *_changes(
@@ -472,6 +477,32 @@ MUTANTS = (
         ("S26", "writes = [_weights(visit.block, visit.slot)]", "writes = list[str]()"),
         ("S27", 'writes = [f"host weights {block}", *', "writes = [*"),
         ("S28", "layer, COMPUTE, [], [here]", "layer, COMPUTE, [], []"),
+        (
+            "S29",
+            "start = 1 if visit.number == 0 else visit.number + self.ahead",
+            "start = visit.number + 1",
+            AHEAD,
+        ),
+        ("S30", "in (Kind.FORWARD, Kind.TAIL):", "is Kind.FORWARD:", SPREAD),
+        ("S31", "is Kind.TAIL and not self.blocks.keep_activations:", "is Kind.TAIL:", ROOM),
+        ("S32", "BACKWARD and visit.fate is not Fate.RECOMPUTED:", "BACKWARD:", ROOM),
+        (
+            "S33",
+            "for block in range(self.blocks.num_blocks))",
+            "for block in reversed(range(self.blocks.num_blocks)))",
+            IN_ORDER,
+        ),
+        ("S34", "max(1, blocks.depth - 1) if blocks.streams == 2 else 1", "1", AHEAD),
+        ("S35", "reads += self._updates_done()", "pass", SERIAL),
+        ("S36", 'CPU, ["verdict"], []', "CPU, [], []", TOUCHED),
+        ("S37", "block, CPU, [there], [parked]", "block, CPU, [], [parked]", TOUCHED),
+        ("S38", "block, CPU, [there], [parked]", "block, CPU, [there], []", TOUCHED),
+        (
+            "S39",
+            'reads, writes = [f"device gradients {block}"], [',
+            "reads, writes = list[str](), [",
+            TOUCHED,
+        ),
     ),
     *_changes(
         "lanes.py",
