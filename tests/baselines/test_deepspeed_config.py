@@ -31,7 +31,7 @@ PRESETS = [
 @pytest.mark.parametrize("preset", PRESETS)
 def test_deepspeed_is_told_what_it_always_was(preset, tmp_path):
     cell = composed(f"system={preset}")
-    path = {"nvme_path": str(tmp_path)} if "nvme_path" in cell.options else {}
+    path = {"nvme_path": str(tmp_path)} if preset == "zero_infinity" else {}
     spec = make_spec(QWEN_14B | {"num_hidden_layers": 4}, **{**cell.options, **path})
     system = build(cell.system, dataclasses.replace(spec, device_memory=30 * 10**9))
     assert isinstance(system.options, DeepSpeedOptions)

@@ -127,7 +127,9 @@ def test_each_layer_is_loaded_once_each_way_and_stored_once_with_interval_one():
     assert stores == [7, 6, 5, 4, 3, 2, 1, 0]
 
 
-@pytest.mark.parametrize(("streams", "depth", "ahead"), [(1, 3, 1), (2, 1, 1), (2, 2, 1), (2, 4, 3), (3, 4, 1)])
+@pytest.mark.parametrize(
+    ("streams", "depth", "ahead"), [(1, 3, 1), (2, 1, 1), (2, 2, 1), (2, 4, 3), (3, 4, 1)]
+)
 def test_weights_are_loaded_once_for_each_computation_and_so_many_ahead(streams, depth, ahead):
     """One ahead, or where stores take the same lane a whole buffer; the first computation waits for none but its own."""
     ops = operations(Blocks(num_layers=6, depth=depth, streams=streams))
@@ -171,7 +173,9 @@ def test_one_pass_updates_all_where_gradients_cannot_wait(reason):
     assert operations(replace(blocks, late_moments=True)) == operations(blocks)
 
 
-@pytest.mark.parametrize("blocks", [blocks for blocks in placements(6, 2, 3, 1) if blocks.deferred], ids=str)
+@pytest.mark.parametrize(
+    "blocks", [blocks for blocks in placements(6, 2, 3, 1) if blocks.deferred], ids=str
+)
 def test_updates_that_wait_come_in_the_order_of_the_next_forward(blocks):
     updates = [op.block for op in operations(blocks) if op.kind in (Kind.UPDATE, Kind.UPDATE_HERE)]
     assert updates == list(range(8))
