@@ -358,9 +358,10 @@ def _peaks(blocks: Blocks, work: Work) -> list[int]:
     temporary = graph - work.layer_bytes(backward=False)
     fetched = min(blocks.offload_activations, max(1, blocks.keep_activations)) * work.moved_bytes
     all_stay = blocks.keep_activations + blocks.offload_activations >= blocks.num_layers
+    first = fetched if not blocks.keep_activations else 0  # it comes back beside the tail
     return [
         _forward_peak(blocks, work),
-        kept + _tail_bytes(work),
+        kept + first + _tail_bytes(work),
         kept + (temporary if blocks.keep_activations else 0),
         fetched + (temporary if all_stay else graph),
     ]

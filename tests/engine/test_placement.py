@@ -14,7 +14,7 @@ from engine.layout import Layout, pack
 from engine.planner.cost import ADAMW_SHARE, LAYER_EFFICIENCY, UPDATE_BYTES, WEIGHTS_BYTES, Cost
 from engine.planner.placement import EQUAL, RESIDENT, checkpoint_interval, choose
 from engine.planner.rates import Rates
-from engine.sizes import StoreSpec, Widths, Work
+from engine.sizes import StoreSpec, Widths, Work, device_bytes
 from engine.step import Kind, Op, operations
 from engine.timeline import Interval, last_step, simulate, window_s
 
@@ -288,3 +288,14 @@ def test_a_timeline_is_the_last_whole_step_and_knows_what_is_hidden():
     assert timeline.hidden_share("d2h") is None
     with pytest.raises(ValueError, match="record more steps"):
         last_step(intervals[:1])
+
+
+@pytest.mark.parametrize(("kept", "beside"), [(0, 1), (1, 0)])
+def test_what_is_fetched_before_the_loss_is_planned_beside_the_logits(kept, beside):
+    """Without kept activations one layer's come back while the logits are alive."""
+    wide = work_of(8, widths=replace(WIDTHS, vocab=1 << 22))
+    plain, offloaded = (
+        device_bytes(replace(BLOCKS, keep_activations=kept, offload_activations=number), wide)
+        for number in (0, 2)
+    )
+    assert offloaded["activations"] - plain["activations"] == beside * wide.moved_bytes

@@ -260,3 +260,25 @@ def test_with_a_third_slot_the_last_backward_load_need_not_wait(depth, waits):
     first = next(i for i, op in enumerate(ops) if op.kind is Kind.BACKWARD)
     load = [op for op in ops if op.kind is Kind.LOAD and op.block == 1][-1]
     assert ((0, first) in load.waits) is waits
+
+
+def test_evicted_activations_give_up_their_memory_once_their_copies_had_the_time():
+    """Each eviction takes so many forwards, one begins when the one before is done, and whatever is
+    left goes before the loss."""
+    every_other = Blocks(num_layers=8, offload_activations=4, evict_visits=1)
+    assert every_other.offloaded == [1, 3, 5, 7]
+    assert every_other.drops() == {1: 3, 3: 5, 5: 7, 7: 9}
+    slow = Blocks(num_layers=8, offload_activations=4, evict_visits=3)
+    assert slow.drops() == {1: 5, 3: 8, 5: 9, 7: 9}
+    ops = operations(every_other)
+    for layer, due in every_other.drops().items():
+        after = [op for op in ops[ops.index(one(ops, Kind.DROP, layer)) :] if op.kind in FORWARDS]
+        assert after[0].block == due
+
+
+FORWARDS = (Kind.FORWARD, Kind.TAIL)
+
+
+def one(ops: tuple[Op, ...], kind: Kind, block: int) -> Op:
+    """The operation of this kind on this block."""
+    return next(op for op in ops if (op.kind, op.block) == (kind, block))

@@ -71,6 +71,9 @@ SCHEDULE = "test_schedule.py::"
 RINGS = f"{SCHEDULE}test_rings_are_used_in_turn"
 SERIAL = f"{SCHEDULE}test_a_serial_optimizer_runs_between_one_step_and_the_next"
 LATE = f"{SCHEDULE}test_moments_are_updated_last_block_first_before_their_slabs_are_written_again"
+EVICTED = (
+    "test_schedule.py::test_evicted_activations_give_up_their_memory_once_their_copies_had_the_time"
+)
 SPREAD = f"{SCHEDULE}test_offloaded_layers_are_spread_evenly_and_never_recomputed"
 AHEAD = f"{SCHEDULE}test_weights_are_loaded_once_for_each_computation_and_so_many_ahead"
 IN_ORDER = f"{SCHEDULE}test_updates_that_wait_come_in_the_order_of_the_next_forward"
@@ -417,6 +420,7 @@ MUTANTS = (
             "if moved <= self.offload_activations",
             SPREAD,
         ),
+        ("P6", "found[layer] = min(due, self.head)", "found[layer] = self.head", EVICTED),
     ),
     *_changes(
         "waits.py",
