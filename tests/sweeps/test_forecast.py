@@ -34,6 +34,7 @@ def row_of(cell: Cell, step_s: float, **fields: Any) -> Row:
     known: dict[str, Any] = {
         "experiment": cell.experiment,
         "cell": cell.hash,
+        "config": dict(cell.config),
         "system": cell.system,
         "model": cell.model.name,
         "preset": cell.options.get("preset"),
