@@ -184,11 +184,11 @@ def test_two_presets_of_equal_settings_are_measured_once(
         == preset.identity
         != cells_of("+ablation=ladder", "+rung=1_own_slabs", *tail)[0].identity
     )
-    measured = study.run_cell(preset, "[1]")
+    measured = study.run_cell(preset, "[1]", Rows())
     monkeypatch.setattr(study, "run_isolated", None)
-    taken = [study.run_cell(one, "[2]") for one in (rung, rung, preset)]
+    taken = [study.run_cell(one, "[2]", Rows()) for one in (rung, rung, preset)]
     assert [row.started_at for row in taken] == [measured.started_at] * 3
-    rows = study.rows_of(preset.rows_path)
+    rows = Rows().of(preset)
     assert [(row.cell, row.preset) for row in rows] == [
         (preset.hash, "paper"),
         (rung.hash, "0_paper"),

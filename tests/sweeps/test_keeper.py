@@ -26,7 +26,8 @@ os.rename("pids.new", "pids")
 """A cell with children as ninja's compilers are, in groups and sessions of their own, and one whose
 own parent has ended."""
 STUDY = """
-import pathlib
+import pathlib, signal
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup has children ignore
 from sweeps.isolate import run_isolated
 from sweeps.memory import NoDevice
 run_isolated("fake_cell", {}, log=pathlib.Path("log"), timeout_s=600, device=NoDevice(),

@@ -29,9 +29,8 @@ def ended(arguments: list[str]) -> list[Cell]:
     auto.register()
     cells = command.command_of(arguments).cells
     for cell in cells:
-        Rows().append(
-            cell.rows_path, row("in_memory", status="nonfinite", cell=cell.hash, machine={})
-        )
+        fields = {"cell": cell.hash, "machine": {}, "config": dict(cell.config)}
+        Rows().append(cell.rows_path, row("in_memory", status="nonfinite", **fields))
     return cells
 
 
