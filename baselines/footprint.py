@@ -11,7 +11,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-import warnings
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -60,7 +59,7 @@ def activation_bytes(spec: SystemSpec, options: CommonOptions) -> dict[str, int]
     )
     hidden = tokens * config.hidden_size * itemsize
     num_layers: int = config.num_hidden_layers
-    num_kept = options.num_kept(num_layers)
+    num_kept = options.num_kept
     return {
         "checkpoints": (num_layers - num_kept + 2) * hidden,
         "activations": max(num_kept * kept + max(temporaries, logits), kept + temporaries),
@@ -79,7 +78,7 @@ def choose_kept_layers(system: Any) -> None:
     room on the device, 0 on the CPU.
 
     `system.placement` has the number then. What the constructor chose comes first. ValueError, in
-    one line, for more layers than the model has. Warns where every layer is kept already.
+    one line, for more layers than the model has.
     """
     options = getattr(system, "options", None)
     if not isinstance(options, CommonOptions):
@@ -90,12 +89,6 @@ def choose_kept_layers(system: Any) -> None:
         raise ValueError(
             f"system.keep_activations: got {options.keep_activations}, allowed {AS_MANY_AS_FIT} to "
             f"{num_layers}, the layers of {spec.model.name}; choose one of these"
-        )
-    if options.keep_activations and not options.activation_checkpointing:
-        warnings.warn(
-            f"system.keep_activations: got {options.keep_activations}, which has no effect where "
-            "system.activation_checkpointing is false and every layer is kept; remove one of them",
-            stacklevel=3,
         )
     if options.keep_activations != AS_MANY_AS_FIT:
         return
@@ -108,7 +101,7 @@ def choose_kept_layers(system: Any) -> None:
     room = usable_bytes(spec)
     number = bisect.bisect_right(range(1, num_layers + 1), room, key=device_bytes) if room else 0
     system.options = dataclasses.replace(options, keep_activations=number)
-    system.placement = {"kept_layers": system.options.num_kept(num_layers)}
+    system.placement = {"kept_layers": number}
 
 
 def plan_on(device: torch.device, on_device: Mapping[str, int], on_host: Mapping[str, int]) -> Plan:

@@ -100,8 +100,8 @@ def _checkpoint_layers(model: Any, kept: Sequence[Any]) -> None:
     if not getattr(model, "supports_gradient_checkpointing", True):
         if not all(hasattr(layer, "gradient_checkpointing") for layer in decoder_layers(model)):
             raise Unsupported(
-                f"transformers cannot recompute the layers of {type(model).__name__}; set "
-                "system.activation_checkpointing=false"
+                f"transformers cannot recompute the layers of {type(model).__name__}; keep all of "
+                f"them: system.keep_activations={len(decoder_layers(model))}"
             )
         # JetMoe's layers can, whatever their model says.
         model.supports_gradient_checkpointing = True
@@ -151,7 +151,6 @@ class CausalLMLoss(nn.Module):
         model: nn.Module,
         *,
         loss_chunk: int = 4096,
-        activation_checkpointing: bool = True,
         keep_activations: int = 0,
         compile: bool = False,
     ) -> None:
@@ -159,7 +158,7 @@ class CausalLMLoss(nn.Module):
         super().__init__()
         layers = list(decoder_layers(model))
         assert 0 <= keep_activations <= len(layers), "baselines.system.build chooses and checks"
-        num_recomputed = len(layers) - keep_activations if activation_checkpointing else 0
+        num_recomputed = len(layers) - keep_activations
         recomputed, kept = layers[:num_recomputed], layers[num_recomputed:]
         self.model = model
         self.loss_chunk = loss_chunk
@@ -209,7 +208,6 @@ def loss_of(model: nn.Module, options: CommonOptions) -> CausalLMLoss:
     return CausalLMLoss(
         model,
         loss_chunk=options.loss_chunk,
-        activation_checkpointing=options.activation_checkpointing,
         keep_activations=options.keep_activations,
         compile=options.compile,
     )

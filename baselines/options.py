@@ -76,20 +76,19 @@ class CommonOptions:
 
     preset: str | None = text("a word")
     """Label of the settings in rows and figures; it changes nothing."""
-    activation_checkpointing: bool = True
-    """Recompute each decoder layer in the backward, from its input; false keeps its activations."""
     keep_activations: int = at_least(AS_MANY_AS_FIT, 0)
-    """Last decoder layers whose activations are kept all the same: their graphs are the first to be
-    freed, before any layer is recomputed. -1 is as many as the plan has room for on the device.
-    It has no effect without activation_checkpointing."""
+    """Last decoder layers whose activations are kept: their graphs are the first to be freed. Every
+    other layer is recomputed in the backward, from its input. -1 is as many as the plan has room
+    for on the device."""
     loss_chunk: int = 4096
     """Tokens whose logits are alive at a time."""
     compile: bool = False
     """Run each decoder layer and the loss through torch.compile, as `baselines.loss` says."""
 
-    def num_kept(self, num_layers: int) -> int:
-        """Layers of `num_layers` that are not recomputed; 0 while -1 leaves the number open."""
-        return max(0, self.keep_activations) if self.activation_checkpointing else num_layers
+    @property
+    def num_kept(self) -> int:
+        """Layers that are not recomputed; 0 while -1 leaves the number open."""
+        return max(0, self.keep_activations)
 
 
 def parse_options(cls: type[T], options: Mapping[str, Any]) -> T:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from baselines.loss import CausalLMLoss
-from baselines.model import materialise
+from baselines.model import decoder_layers, materialise
 from baselines.system import Shape, TrainingSystem
 from sweeps import data
 from sweeps.config import Cell
@@ -30,7 +30,8 @@ def loss(model: nn.Module, cell: Cell) -> float | None:
     device, nats; None: no text."""
     spec, seq_len = cell.spec(), cell.shape.seq_len
     shape = Shape(batch_size=1, seq_len=seq_len, num_micro_batches=1)
-    plain = CausalLMLoss(model.to(spec.device).eval(), activation_checkpointing=False)
+    layers = decoder_layers(model)  # all kept: there is no backward to recompute them for
+    plain = CausalLMLoss(model.to(spec.device).eval(), keep_activations=len(layers))
     total, num_tokens = 0.0, 0
     for sequence in data.heldout(data.corpus_of(cell.data), seq_len, cell.measure.heldout_tokens):
         batch = data.pack([sequence], shape)

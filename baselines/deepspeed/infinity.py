@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from baselines import footprint
-from baselines.deepspeed.options import InfinityOptions, accumulation_dtype
+from baselines.deepspeed.options import NUM_BUFFERS, InfinityOptions, accumulation_dtype
 from baselines.deepspeed.setup import import_deepspeed
 from baselines.deepspeed.stage3 import Zero3, sub_groups
 from baselines.deepspeed.swap import SwapFolder, left_behind
@@ -78,7 +78,7 @@ class ZeroInfinity(Zero3):
             "weights": weights,
             "moments": 8 * (total if options.pipeline else largest),
             "gradients": accumulated,
-            "staging": options.buffer_count * 4 * largest + rounded,
+            "staging": NUM_BUFFERS * 4 * largest + rounded,
             "other": footprint.process_bytes(self.spec.device),
         }
 

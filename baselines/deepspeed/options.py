@@ -23,6 +23,13 @@ ONE_LAYER = -1
 """The value of `prefetch_bucket_size` that stands for the size of the largest decoder layer."""
 SMALLEST = 0.0
 """The value of `offload_ratio` that stands for the smallest that has room."""
+REUSE_DISTANCE = 1_000_000_000
+"""Stage 3 does not release a parameter that is used again within this many others."""
+NUM_BUFFERS = 12
+"""Pinned buffers of one sub-group's fp32 each, for an optimizer on a disk: master, two moments and
+gradients of the three sub-groups in memory."""
+BLOCK_BYTES = 1 << 20
+"""Bytes of one request to the disk."""
 
 
 def accumulation_dtype(spec: SystemSpec) -> torch.dtype:
@@ -34,8 +41,6 @@ def accumulation_dtype(spec: SystemSpec) -> torch.dtype:
 class DeepSpeedOptions(CommonOptions):
     """Options of every stage."""
 
-    pin_memory: bool = True
-    """Pin what is offloaded: copies run beside the computation, in blocks of powers of two."""
     overlap_comm: bool = True
     """Copy gradients to the host beside the backward, through a second bucket."""
     reduce_bucket_size: int = 500_000_000
@@ -69,8 +74,9 @@ class DeepSpeedOptions(CommonOptions):
         return {"device": "cpu", "pin_memory": self.pins(spec)}
 
     def pins(self, spec: SystemSpec) -> bool:
-        """Whether host memory is pinned, which it never is on the CPU."""
-        return self.pin_memory and spec.device.type == "cuda"
+        """Whether what is offloaded is pinned: on a GPU, where copies then run beside the
+        computation, in blocks of powers of two."""
+        return spec.device.type == "cuda"
 
     def bucket_params(self) -> int:
         """Gradients in the buckets: one, and a second where copies overlap."""
@@ -98,8 +104,6 @@ class ZenFlowOptions(Zero2Options):
     """Share of each matrix's columns, by gradient, that the device updates in every step."""
     update_interval: int = 4
     """Steps whose gradients are gathered for one update of all the other columns, on the CPU."""
-    select_interval: int = at_least(0, 0)
-    """Steps between two choices of the columns; 0 chooses them once, in the first step."""
     cpu_share: float = share(0.5, whole=False)
     """Share of the cores that the CPU optimizer's process gets; training keeps the others."""
 
@@ -110,11 +114,10 @@ class ZenFlowOptions(Zero2Options):
 
     def zero_optimization(self, spec: SystemSpec) -> dict[str, Any]:
         """Stage 2 with ZenFlow."""
-        chosen_once = self.select_interval == 0
         zenflow = {
             "topk_ratio": self.topk_share,
-            "select_strategy": "auto" if chosen_once else "step",
-            "select_interval": "auto" if chosen_once else self.select_interval,
+            "select_strategy": "auto",  # the columns are chosen once, in the first step
+            "select_interval": "auto",
             "update_interval": self.update_interval,
             "overlap_step": True,
             "full_warm_up_rounds": 0,
@@ -138,8 +141,6 @@ class Zero3Options(DeepSpeedOptions):
     the norms and biases."""
     max_live_parameters: int = 1_000_000_000
     """Parameters on the device at a time, before the module in use asks for its own."""
-    max_reuse_distance: int = at_least(0, 1_000_000_000)
-    """A parameter that is used again within this many others is not released."""
     sub_group_size: int = 1_000_000_000
     """Parameters that the CPU optimizer takes at a time."""
     offload_ratio: float = share(1.0, chosen=True)
@@ -157,7 +158,7 @@ class Zero3Options(DeepSpeedOptions):
             else ahead,
             "stage3_param_persistence_threshold": self.param_persistence_threshold,
             "stage3_max_live_parameters": self.max_live_parameters,
-            "stage3_max_reuse_distance": self.max_reuse_distance,
+            "stage3_max_reuse_distance": REUSE_DISTANCE,
             "sub_group_size": self.sub_group_size,
             # DeepSpeed's own linear reads a weight's state in its backward, which cannot be traced.
             "memory_efficient_linear": not self.compile,
@@ -202,23 +203,10 @@ class InfinityOptions(Zero3Options):
     """Folder on a local disk that the optimizer state is written to: 16 bytes a parameter."""
     pipeline: bool = True
     """Read and write other sub-groups beside the update of one; three are in memory then."""
-    buffer_count: int = at_least(4, 12)
-    """Pinned buffers of one sub-group's fp32 each: master, two moments and gradients take four, of
-    every sub-group in memory."""
-    io_block_size: int = 1 << 20
-    """Bytes of one request to the disk."""
     io_queue_depth: int = 32
     """Requests under way at a time, in each thread."""
     io_threads: int = 8
     """Threads that one read or write is divided among."""
-
-    def __post_init__(self) -> None:
-        if self.pipeline and self.buffer_count < 12:
-            raise ValueError(
-                f"system.buffer_count: got {self.buffer_count}, allowed an integer >= 12 where "
-                "system.pipeline has three sub-groups in memory; raise it or set "
-                "system.pipeline=false"
-            )
 
     def within(self, folder: Path) -> InfinityOptions:
         """The same, writing to `folder`."""
@@ -227,7 +215,7 @@ class InfinityOptions(Zero3Options):
     def config(self, spec: SystemSpec) -> dict[str, Any]:
         """DeepSpeed's configuration with that of its asynchronous IO."""
         asynchronous_io = {
-            "block_size": self.io_block_size,
+            "block_size": BLOCK_BYTES,
             "queue_depth": self.io_queue_depth,
             "intra_op_parallelism": self.io_threads,
             "single_submit": False,  # many requests a system call
@@ -241,7 +229,7 @@ class InfinityOptions(Zero3Options):
         zero["offload_optimizer"] |= {
             "device": "nvme",
             "nvme_path": self.nvme_path,
-            "buffer_count": self.buffer_count,
+            "buffer_count": NUM_BUFFERS,
             "pipeline_read": self.pipeline,
             "pipeline_write": self.pipeline,
         }

@@ -62,7 +62,7 @@ class SuperOffload(Zero3):
             "staging": buffer,
             "other": footprint.process_bytes(self.spec.device, 2),
         }
-        if options.pin_memory:
+        if options.pins(self.spec):
             host["staging"] += pinned_rounding(buffer)
             host["staging"] += self._pinned_bytes() - weights - accumulated
         return host

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from baselines import footprint
+from baselines.deepspeed.options import DeepSpeedOptions
 from baselines.registry import build
 from engine import pinned_rounding
 from sweeps.config import cell_from
@@ -113,7 +114,7 @@ def test_what_zenflow_shares_and_what_it_does_not(tmp_path):
 
 
 def test_zenflow_pins_a_block_for_each_gradient_that_it_gathers_and_keeps_those_that_shared_memory_replaced(
-    tmp_path,
+    tmp_path, monkeypatch
 ):
     row, host, _ = registered("zenflow 3B", tmp_path)
     gathered = [2 * size for size in footprint.parameter_sizes(cell_from(row.config).spec().model)]
@@ -123,7 +124,8 @@ def test_zenflow_pins_a_block_for_each_gradient_that_it_gathers_and_keeps_those_
         "gradients": sum(gathered),
         "staging": sum(map(pinned_rounding, gathered)),
     }
-    _, pageable, _ = registered("zenflow 3B", tmp_path, pin_memory=False)
+    monkeypatch.setattr(DeepSpeedOptions, "pins", lambda *_: False)
+    _, pageable, _ = registered("zenflow 3B", tmp_path)
     assert host["staging"] - pageable["staging"] > 8 * row.num_params
     assert pageable["staging"] == 2 * row.num_params + max(gathered)
 
@@ -163,7 +165,7 @@ def test_on_the_cpu_nothing_is_pinned_and_so_nothing_is_rounded():
     assert build("fsdp2", spec).plan().host_bytes == 16 * row.num_params
 
 
-def test_weights_are_pinned_twice_where_they_are_offloaded_and_pinned():
+def test_weights_are_pinned_twice_where_they_are_offloaded_and_pinned(monkeypatch):
     row = observed(*ROWS["zero3 7B"])
     spec = cell_from(row.config).spec()
 
@@ -175,7 +177,8 @@ def test_weights_are_pinned_twice_where_they_are_offloaded_and_pinned():
     sizes = [2 * size for size in footprint.parameter_sizes(spec.model)]
     both = sum(size + pinned_rounding(size) for size in (*sizes, sum(sizes)))
     assert pinned() - pinned(offload_param=False) == both > 3 * sum(sizes)
-    assert pinned(pin_memory=False) == 0
+    monkeypatch.setattr(DeepSpeedOptions, "pins", lambda *_: False)
+    assert pinned() == 0
 
 
 def test_a_freed_pinned_block_serves_requests_of_its_own_size_alone():

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 from baselines.loss import CausalLMLoss
-from baselines.model import initial_weights, materialise
+from baselines.model import decoder_layers, initial_weights, materialise
 from baselines.system import ModelSpec
 from tests.baselines.test_model import CPU, FAMILIES, TINY
 
@@ -76,9 +76,9 @@ def make(name):
     return model, tokens, labels
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("recomputed", [True, False])
 @pytest.mark.parametrize("name", SPECS)
-def test_equals_the_plain_loss(name, checkpointing):
+def test_equals_the_plain_loss(name, recomputed):
     model, tokens, labels = make(name)
     mask = torch.ones_like(tokens)
     mask[1, 15:] = 0
@@ -95,7 +95,8 @@ def test_equals_the_plain_loss(name, checkpointing):
         for key, param in model.named_parameters()
     }
     model.zero_grad()
-    loss = CausalLMLoss(model, loss_chunk=7, activation_checkpointing=checkpointing)
+    kept = 0 if recomputed else len(decoder_layers(model))
+    loss = CausalLMLoss(model, loss_chunk=7, keep_activations=kept)
     value = loss(tokens, labels, mask, num_tokens)
     value.backward()
     assert abs(value.item() - expected.item()) < 2e-6
@@ -139,11 +140,9 @@ def test_one_chunk_of_logits_is_alive():
     ("options", "expected"),
     [
         ({}, [2, 2, 2]),
-        ({"activation_checkpointing": False}, [1, 1, 1]),
         ({"keep_activations": 1}, [2, 2, 1]),
         ({"keep_activations": 2}, [2, 1, 1]),
         ({"keep_activations": 3}, [1, 1, 1]),
-        ({"keep_activations": 1, "activation_checkpointing": False}, [1, 1, 1]),
     ],
 )
 def test_layers_are_recomputed_only_when_asked_and_the_last_are_those_kept(options, expected):

@@ -15,7 +15,12 @@ import torch
 
 from baselines.deepspeed import infinity
 from baselines.deepspeed.base import DeepSpeed
-from baselines.deepspeed.options import SuperOffloadOptions, ZenFlowOptions, Zero3Options
+from baselines.deepspeed.options import (
+    DeepSpeedOptions,
+    SuperOffloadOptions,
+    ZenFlowOptions,
+    Zero3Options,
+)
 from baselines.deepspeed.swap import MARKER, SwapFolder, left_behind
 from baselines.footprint import parameter_sizes
 from baselines.model import initial_weights, num_params
@@ -93,7 +98,7 @@ def test_superoffload_says_that_it_does_not_clip(clip_norm, clip, clipped):
         assert system.caveat.startswith("no clipping, where the recipe clips at 1")
 
 
-def test_superoffload_plan_at_14b():
+def test_superoffload_plan_at_14b(monkeypatch):
     spec = make_spec(QWEN_14B)
     total = num_params(spec.model)
     plan = build("superoffload", spec).plan()
@@ -103,7 +108,9 @@ def test_superoffload_plan_at_14b():
         kind: size / total for kind, size in plan.host.items() if kind not in ("staging", "other")
     } == {"weights": 2, "master": 4, "moments": 8, "gradients": 6}
     assert 4 < plan.host["staging"] / total < 10
-    unpinned = build("superoffload", make_spec(QWEN_14B, pin_memory=False)).plan()
+    with monkeypatch.context() as pageable:
+        pageable.setattr(DeepSpeedOptions, "pins", lambda *_: False)
+        unpinned = build("superoffload", make_spec(QWEN_14B)).plan()
     assert unpinned.host["staging"] < 0.25 * total
     on_the_device = build(
         "superoffload", make_spec(QWEN_14B, offload_param=False, offload_ratio=0.9)
@@ -137,10 +144,6 @@ def test_zenflow_is_configured_as_its_authors_do_and_deepspeed_takes_it():
     ) == (0.1, 4, "auto", True)
     assert config["zero_optimization"]["stage"] == 2
     assert config["optimizer"]["params"]["weight_decay"] == Recipe().weight_decay
-    chosen_again = ZenFlowOptions(select_interval=16).config(make_spec())["zero_optimization"][
-        "zenflow"
-    ]
-    assert (chosen_again["select_strategy"], chosen_again["select_interval"]) == ("step", 16)
 
 
 def test_zenflow_refuses_micro_batches_and_says_what_it_does():
@@ -280,11 +283,6 @@ def test_zero_infinity_wants_a_folder_with_room(tmp_path, monkeypatch):
             match=rf"^machine\.nvme_path: got {got}, allowed a folder on a local disk; [^\n]*=PATH$",
         ):
             build("zero_infinity", make_spec(nvme_path=path))
-    with pytest.raises(
-        ValueError,
-        match=r"^system\.buffer_count: got 8, allowed an integer >= 12 where [^\n]*; raise it or set",
-    ):
-        build("zero_infinity", make_spec(buffer_count=8))
     system = build("zero_infinity", make_spec(QWEN_14B, nvme_path=str(tmp_path)))
     monkeypatch.setattr(infinity, "_require_async_io", lambda *_: None)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**9))
@@ -434,7 +432,9 @@ def test_zero_infinity_makes_room_and_takes_its_own_folder_with_it(shared_disk, 
     assert files(shared_disk) == theirs
 
 
-def test_zero_infinity_is_taken_by_deepspeed_and_its_plan_has_the_first_moments_alone(tmp_path):
+def test_zero_infinity_is_taken_by_deepspeed_and_its_plan_has_the_first_moments_alone(
+    tmp_path, monkeypatch
+):
     from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
@@ -451,11 +451,8 @@ def test_zero_infinity_is_taken_by_deepspeed_and_its_plan_has_the_first_moments_
     assert (host["weights"], host["gradients"]) == (2 * total, 2 * total)
     assert host["moments"] == 8 * total
     assert "master" not in host
-    pageable = (
-        build("zero_infinity", make_spec(QWEN_14B, nvme_path=str(tmp_path), pin_memory=False))
-        .plan()
-        .host
-    )
+    monkeypatch.setattr(DeepSpeedOptions, "pins", lambda *_: False)
+    pageable = system.plan().host
     sizes = [2 * size for size in parameter_sizes(spec.model)]
     blocks = [
         1 << (size - 1).bit_length() for size in (*sizes, sum(sizes), 2 * total)

@@ -65,8 +65,6 @@ name: adagrad
 implementation: own_adagrad:Adagrad
 # Compute dtype.
 dtype: float32
-# Keep each decoder layer's input only and recompute the layer in the backward.
-activation_checkpointing: true
 """
 
 

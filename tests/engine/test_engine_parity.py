@@ -13,12 +13,13 @@ from engine import Batch, Recipe
 from tests.models import COMMON
 
 NUM_STEPS = 50
+NUM_LAYERS = 4
 
 
 def spec_of(
     accumulation: int, clip_norm: float, tied: bool, dtype: torch.dtype, **options: object
 ) -> SystemSpec:
-    config = {**COMMON, "tie_word_embeddings": tied, "num_hidden_layers": 4}
+    config = {**COMMON, "tie_word_embeddings": tied, "num_hidden_layers": NUM_LAYERS}
     config.pop("pad_token_id")
     return SystemSpec(
         model=ModelSpec(name="tiny", model_type="qwen2", config=config),
@@ -60,7 +61,7 @@ def reference(
     accumulation: int, clip_norm: float, tied: bool, dtype: torch.dtype
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return train(
-        "in_memory", spec_of(accumulation, clip_norm, tied, dtype, activation_checkpointing=False)
+        "in_memory", spec_of(accumulation, clip_norm, tied, dtype, keep_activations=NUM_LAYERS)
     )
 
 
