@@ -8,6 +8,7 @@ import pandas as pd
 
 from analysis import names, numbers, speeds, studies, tables
 from analysis.studies import Study
+from sweeps.agreement import REFERENCE
 
 
 class Answer(NamedTuple):
@@ -36,7 +37,7 @@ def answer(study: Study, lines: pd.DataFrame) -> Answer:
 
 
 def _comparison(study: Study, ready: pd.DataFrame) -> Answer:
-    ranked = ready[ready["system"] != numbers.REFERENCE]
+    ranked = ready[ready["system"] != REFERENCE]
     if not len(ranked):
         return Answer(study.title, "Only the reference was measured.")
     best, base = speeds.fastest(ranked), tables.base_of(study, ready)

@@ -18,6 +18,7 @@ from typing import Any
 import pandas as pd
 
 from analysis import names, rows, speeds, studies
+from sweeps.agreement import REFERENCE
 
 MARKER = re.compile(r"<!--\{([a-z_]+):([^}]*)\}-->(.*?)<!--/-->", re.DOTALL)
 ALIASES = {"published": "published_megatrain"} | {
@@ -26,7 +27,6 @@ ALIASES = {"published": "published_megatrain"} | {
     if family.startswith(("megatrain_", "zero3_"))
 }
 """`fast`, `paper`, `twinflow`: a family less the name of its system."""
-REFERENCE = "in_memory"
 
 
 def engine(lines: pd.DataFrame) -> pd.Series:

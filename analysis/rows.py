@@ -17,8 +17,9 @@ from typing import Any
 import pandas as pd
 
 from analysis import runs
+from sweeps.agreement import compared, is_compiled
 from sweeps.identity import FALLBACK, configuration, file_id, flat, in_force
-from sweeps.result import Row, compared, host_split, is_compiled, read_rows
+from sweeps.result import Row, host_split, read_rows
 from sweeps.runfile import Tagged
 
 GB = 1e9

@@ -14,7 +14,7 @@ import pandas as pd
 
 from analysis import names, numbers, rows, speeds, studies
 from analysis.studies import Study
-from sweeps.result import STAND_IN
+from sweeps.agreement import REFERENCE, STAND_IN
 
 NONE = "—"
 WORDS = (
@@ -116,7 +116,7 @@ def losses(line: pd.Series) -> str:
         return NONE
     if line["agrees"] is None:
         return "not compared"
-    if gap == 0.0 and line["family"] in (numbers.REFERENCE, STAND_IN):
+    if gap == 0.0 and line["family"] in (REFERENCE, STAND_IN):
         return "reference"
     word = "same" if line["agrees"] else "differ"
     return word if pd.isna(gap) else f"{word} ({gap:.0e})" if gap else f"{word} (0)"
@@ -223,7 +223,7 @@ def _notes(line: pd.Series) -> list[str]:
     if pd.isna(line["tokens_per_s"]):
         return [f": {names.STATUSES.get(line['status'], line['status'])}{_why(line['reason'])}"]
     told = []
-    if line["agrees"] is False and line["system"] != numbers.REFERENCE:
+    if line["agrees"] is False and line["system"] != REFERENCE:
         gap = f"{line['max_loss_difference']:.0e}"
         told.append(f": its losses differ from the reference by up to {gap}; it is not ranked")
     if isinstance(line["caveat"], str) and line["caveat"]:

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from sweeps import ceilings, environment, lock
+from sweeps.agreement import compared
 from sweeps.config import Cell
 from sweeps.identity import hashed, published, relabelled
 from sweeps.isolate import Event, Outcome, run_isolated
 from sweeps.memory import Crowd, device_sampler
 from sweeps.places import named
-from sweeps.result import Row, compared, host_split
+from sweeps.result import Row, host_split
 from sweeps.rows import Rows, room_for_row
 from sweeps.sinks import Console, mirror
 from sweeps.upload import offline_run

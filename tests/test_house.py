@@ -15,7 +15,10 @@ ALLOWED = {
     "sweeps": {"sweeps": None, "baselines": None, "engine": None},
     "analysis": {
         "analysis": None,
-        "sweeps": {f"sweeps.{name}" for name in ("command_line", "identity", "result", "runfile")},
+        "sweeps": {
+            f"sweeps.{name}"
+            for name in ("agreement", "command_line", "identity", "result", "runfile")
+        },
     },
 }
 """Room -> room it may import from -> modules it may import (None: any)."""

@@ -1,7 +1,6 @@
 """THE loop, with a system that records its calls and a clock that counts; rows on disk."""
 
 import contextlib
-import dataclasses
 import json
 import math
 import subprocess
@@ -16,7 +15,7 @@ from sweeps import auto, bench
 from sweeps.command import command_of
 from sweeps.config import Measure
 from sweeps.isolate import Outcome
-from sweeps.result import Row, compared, history, read_rows
+from sweeps.result import Row, history, read_rows
 from sweeps.rows import Rows
 from sweeps.study import row_of
 
@@ -189,79 +188,6 @@ def test_the_history_of_a_run_is_the_row() -> None:
         (1, {"loss": 2.0}),
         (2, {"loss": 1.0, "step_s": 0.5, "tokens_per_s": 28.0}),
     ]
-
-
-def test_agreement_is_with_the_reference_of_the_same_config() -> None:
-    def row(system: str, loss: float, seed: int = 0, repeat: int = 1, **options: object) -> Row:
-        config = {
-            "system": {"name": system, "dtype": "bfloat16", **options},
-            "seed": seed,
-            "measure": {"windows": 1, "repeat": repeat},
-            "machine": {"device": "cpu"},
-        }
-        return Row(
-            **{**ROW, "system": system}, cell=f"{system}{loss}{seed}", losses=[loss], config=config
-        )
-
-    rows = [row("in_memory", 1.0)]
-    assert compared(row("zero3", 1.001), rows).agrees is True
-    assert compared(row("zero3", 1.003), rows).agrees is False
-    assert compared(row("zero3", 1.0, seed=1), rows).agrees is None
-    assert compared(row("in_memory", 1.0), []).agrees is True
-    # Without room for the reference ZeRO-3 stands in, and only then.
-    no_room = dataclasses.replace(row("in_memory", 1.0), status="wont_fit", losses=[])
-    assert compared(row("zero3", 1.0), []).agrees is None
-    assert compared(row("zero3", 1.0), [no_room]).max_loss_difference == 0.0
-    assert compared(row("megatrain", 1.001), [no_room, row("zero3", 1.0)]).agrees is True
-    assert compared(row("megatrain", 1.003), [no_room, row("zero3", 1.0)]).agrees is False
-    assert compared(row("megatrain", 1.001), [row("zero3", 1.0)]).agrees is None
-    assert (
-        compared(
-            row("megatrain", 1.003), [no_room, row("zero3", 1.0), row("in_memory", 1.003)]
-        ).agrees
-        is True
-    )
-    # Compiled it stands in only where it was measured so alone, which is known when all have run.
-    eager, compiled = row("zero3", 1.0), row("zero3", 1.002, compile=True)
-    mine, alone = row("megatrain", 1.003), [no_room, compiled]
-    assert (compared(mine, alone).agrees, compared(mine, alone, complete=True).agrees) == (
-        None,
-        True,
-    )
-    assert compared(compiled, alone, complete=True).max_loss_difference == 0.0
-    assert compared(mine, [*alone, eager], complete=True).agrees is False
-    assert compared(compiled, [*alone, eager], complete=True).max_loss_difference == pytest.approx(
-        0.002
-    )
-    failed = dataclasses.replace(eager, status="oom_host", losses=[])
-    assert compared(mine, [*alone, failed], complete=True).agrees is True
-    refused = dataclasses.replace(row("in_memory", 1.0, compile=True), status="wont_fit", losses=[])
-    assert compared(mine, [refused, compiled], complete=True).agrees is True
-    fits = row("in_memory", 1.003, compile=True)  # which is no reference: that is eager
-    assert compared(row("megatrain", 1.001), [no_room, fits, eager]).agrees is True
-    # Where nothing says that there was no room, it stands in when all have run; as a preset only
-    # kept, and only alone.
-    kept, other = (row("zero3", loss, compile=True) for loss in (1.004, 1.0))
-    kept, other = (
-        dataclasses.replace(one, preset=preset)
-        for one, preset in ((kept, "kept"), (other, "twinflow kept"))
-    )
-    assert (compared(mine, [eager]).agrees, compared(mine, [eager], complete=True).agrees) == (
-        None,
-        False,
-    )
-    assert compared(mine, [other], complete=True).agrees is None
-    assert compared(mine, [other, kept], complete=True).agrees is True
-    assert compared(other, [other, kept], complete=True).agrees is False
-    assert compared(kept, [other, kept], complete=True).max_loss_difference == 0.0
-    assert compared(kept, [kept, compiled], complete=True).max_loss_difference == pytest.approx(
-        0.002
-    )
-    # Of its repeats the first is the reference, for the others too.
-    again = row("zero3", 1.005, repeat=2)
-    assert compared(eager, [no_room, eager, again]).max_loss_difference == 0.0
-    assert compared(again, [no_room, eager, again]).agrees is False
-    assert compared(row("megatrain", 1.001), [no_room, eager, again]).agrees is True
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,73 @@
+"""Whether a row's losses are those of the reference: the same model, batches, recipe and dtype.
+
+Invariant: a speed is ranked only where the losses agree, and which row is the reference depends on
+no row's speed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from sweeps.result import Row
+
+REFERENCE = "in_memory"
+"""The system whose losses the others must agree with."""
+STAND_IN = "zero3"
+"""The reference where REFERENCE was not measured: an independent implementation with an fp32
+master."""
+STAND_IN_KEPT = "kept"
+"""The one preset of it that may be: the same arithmetic, less recomputation."""
+NO_ROOM = ("wont_fit", "oom_device", "oom_host")
+LOSS_TOLERANCE = 2e-3
+"""Largest absolute difference from the reference's losses, nats per token, at which a row
+`agrees`."""
+
+
+def compared(row: Row, rows: Sequence[Row], *, complete: bool = False) -> Row:
+    """`row`, its losses compared with the reference of the same model, batches, recipe and dtype.
+
+    The reference is REFERENCE, eager. STAND_IN, eager, takes its place where rows say that there is
+    no room for it; where `rows` are `complete`, wherever it was not measured, and then also
+    compiled or, as a last resort, STAND_IN_KEPT. The latest of its rows counts, the first of its
+    repeats; its other repeats are compared with that one like any row.
+    """
+    if row.status != "ok":
+        return row
+    beside = [
+        item for item in reversed(rows) if item.config and item.compared_with == row.compared_with
+    ]
+    refused = any(
+        item.system == REFERENCE and item.preset is None and item.status in NO_ROOM
+        for item in beside
+    )
+    kinds: list[tuple[str, str | None, bool]] = [(REFERENCE, None, False)]
+    kinds += [(STAND_IN, None, False)] * (refused or complete)
+    kinds += [(STAND_IN, None, True), (STAND_IN, STAND_IN_KEPT, True)] * complete
+    measured = [item for item in (row, *beside) if item.status == "ok" and _kind(item) in kinds]
+    reference = min(
+        measured, key=lambda item: (kinds.index(_kind(item)), _repeat(item)), default=None
+    )
+    if reference is row:
+        return dataclasses.replace(row, agrees=True, max_loss_difference=0.0)
+    if reference is None or not row.losses:
+        return row
+    worst = max(
+        abs(mine - theirs) for mine, theirs in zip(row.losses, reference.losses, strict=False)
+    )
+    return dataclasses.replace(row, agrees=worst <= LOSS_TOLERANCE, max_loss_difference=worst)
+
+
+def _kind(row: Row) -> tuple[str, str | None, bool]:
+    """What decides whether others may be held against the row: system, preset, whether it is
+    compiled."""
+    return row.system, row.preset, is_compiled(row)
+
+
+def is_compiled(row: Row) -> bool:
+    """Whether the row's system compiled its layers."""
+    return bool(row.config.get("system", {}).get("compile"))
+
+
+def _repeat(row: Row) -> int:
+    return int(row.config.get("measure", {}).get("repeat", 1))

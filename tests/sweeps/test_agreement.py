@@ -1,0 +1,88 @@
+"""Which row is the reference that another is held against, and whether it agrees."""
+
+import dataclasses
+
+import pytest
+
+from sweeps.agreement import compared
+from sweeps.result import Row
+from tests.sweeps.test_bench import ROW
+
+
+def row(system: str, loss: float, seed: int = 0, repeat: int = 1, **options: object) -> Row:
+    config = {
+        "system": {"name": system, "dtype": "bfloat16", **options},
+        "seed": seed,
+        "measure": {"windows": 1, "repeat": repeat},
+        "machine": {"device": "cpu"},
+    }
+    return Row(
+        **{**ROW, "system": system}, cell=f"{system}{loss}{seed}", losses=[loss], config=config
+    )
+
+
+def without_room(one: Row) -> Row:
+    return dataclasses.replace(one, status="wont_fit", losses=[])
+
+
+NO_ROOM = without_room(row("in_memory", 1.0))
+EAGER, COMPILED = row("zero3", 1.0), row("zero3", 1.002, compile=True)
+MINE = row("megatrain", 1.003)
+
+
+def both_ways(mine: Row, rows: list[Row]) -> tuple[bool | None, bool | None]:
+    """While cells are still to come, and when all have run."""
+    return compared(mine, rows).agrees, compared(mine, rows, complete=True).agrees
+
+
+def test_agreement_is_with_the_reference_of_the_same_config() -> None:
+    rows = [row("in_memory", 1.0)]
+    assert compared(row("zero3", 1.001), rows).agrees is True
+    assert compared(row("zero3", 1.003), rows).agrees is False
+    assert compared(row("zero3", 1.0, seed=1), rows).agrees is None
+    assert compared(row("in_memory", 1.0), []).agrees is True
+
+
+def test_zero3_stands_in_where_the_reference_has_no_room_and_only_there() -> None:
+    assert compared(EAGER, []).agrees is None
+    assert compared(EAGER, [NO_ROOM]).max_loss_difference == 0.0
+    assert compared(row("megatrain", 1.001), [NO_ROOM, EAGER]).agrees is True
+    assert compared(MINE, [NO_ROOM, EAGER]).agrees is False
+    assert compared(row("megatrain", 1.001), [EAGER]).agrees is None
+    assert compared(MINE, [NO_ROOM, EAGER, row("in_memory", 1.003)]).agrees is True
+
+
+def test_compiled_it_stands_in_where_it_was_measured_so_alone() -> None:
+    """Which is known when all have run."""
+    alone = [NO_ROOM, COMPILED]
+    assert both_ways(MINE, alone) == (None, True)
+    assert compared(COMPILED, alone, complete=True).max_loss_difference == 0.0
+    assert compared(MINE, [*alone, EAGER], complete=True).agrees is False
+    difference = compared(COMPILED, [*alone, EAGER], complete=True).max_loss_difference
+    assert difference == pytest.approx(0.002)
+    failed = dataclasses.replace(EAGER, status="oom_host", losses=[])
+    assert compared(MINE, [*alone, failed], complete=True).agrees is True
+    refused = without_room(row("in_memory", 1.0, compile=True))
+    assert compared(MINE, [refused, COMPILED], complete=True).agrees is True
+    fits = row("in_memory", 1.003, compile=True)  # which is no reference: that is eager
+    assert compared(row("megatrain", 1.001), [NO_ROOM, fits, EAGER]).agrees is True
+
+
+def test_where_nothing_says_that_there_was_no_room_it_stands_in_when_all_have_run() -> None:
+    """As a preset only kept, and only alone."""
+    kept = dataclasses.replace(row("zero3", 1.004, compile=True), preset="kept")
+    other = dataclasses.replace(row("zero3", 1.0, compile=True), preset="twinflow kept")
+    assert both_ways(MINE, [EAGER]) == (None, False)
+    assert compared(MINE, [other], complete=True).agrees is None
+    assert compared(MINE, [other, kept], complete=True).agrees is True
+    assert compared(other, [other, kept], complete=True).agrees is False
+    assert compared(kept, [other, kept], complete=True).max_loss_difference == 0.0
+    difference = compared(kept, [kept, COMPILED], complete=True).max_loss_difference
+    assert difference == pytest.approx(0.002)
+
+
+def test_of_its_repeats_the_first_is_the_reference_for_the_others_too() -> None:
+    again = row("zero3", 1.005, repeat=2)
+    assert compared(EAGER, [NO_ROOM, EAGER, again]).max_loss_difference == 0.0
+    assert compared(again, [NO_ROOM, EAGER, again]).agrees is False
+    assert compared(row("megatrain", 1.001), [NO_ROOM, EAGER, again]).agrees is True
