@@ -51,21 +51,12 @@ class MegaTrain(Trainer):
         machine: what to place and predict for; None is the machine at hand, without a limit on host
         memory. Raises ValueError where the model, the dtype or an option is not supported.
         """
-        if dtype not in (torch.bfloat16, torch.float32):
-            raise ValueError(
-                f"system.dtype: got {dtype}, allowed bfloat16, float32; bfloat16 keeps an fp32 "
-                "master beside it"
-            )
-        shape = {
-            "num_micro_batches": num_micro_batches,
-            "micro_batch_size": micro_batch_size,
-            "seq_len": seq_len,
-        }
-        for name, value in shape.items():
-            if type(value) is not int or value < 1:
-                raise ValueError(
-                    f"shape.{name}: got {value!r}, allowed an integer >= 1; give at least one"
-                )
+        _check(
+            dtype,
+            num_micro_batches=num_micro_batches,
+            micro_batch_size=micro_batch_size,
+            seq_len=seq_len,
+        )
         config, device = config or EngineConfig(), _with_index(torch.device(device))
         if config.mlp_chunk >= micro_batch_size * seq_len:
             config = replace(config, mlp_chunk=0)
@@ -228,3 +219,17 @@ def _asked(config: EngineConfig, *, num_layers: int, clip: bool) -> Blocks:
             f"{blocks.keep_activations} of {num_layers} layers; lower one of the two"
         )
     return blocks
+
+
+def _check(dtype: torch.dtype, **shape: int) -> None:
+    """ValueError, one line, for a dtype or a size that is not supported."""
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(
+            f"system.dtype: got {dtype}, allowed bfloat16, float32; bfloat16 keeps an fp32 master "
+            "beside it"
+        )
+    for name, value in shape.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(
+                f"shape.{name}: got {value!r}, allowed an integer >= 1; give at least one"
+            )
