@@ -3,8 +3,8 @@ global-norm clipping scale.
 
 Formula: decoupled weight decay, Loshchilov & Hutter, arXiv 1711.05101, algorithm 2, with bias
 correction as in torch.optim.AdamW. Invariant: the native kernel (csrc/adamw.cpp) and the torch
-fallback give the same bits, the split master gives the same bits as an fp32 master, and `step` the
-same in one pass as in two. A ctypes call releases the GIL.
+fallback give the same bits, and `step` the same in one pass as in two. A ctypes call releases the
+GIL.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -20,12 +19,11 @@ from typing import Any
 import torch
 
 from engine.kernel import native
+from engine.master import BlockState, read_master, write_master
 from engine.recipe import Recipe
 
 FALLBACK_CHUNK = 1 << 18
 """Elements a fallback pass handles at a time, so that its temporaries stay in cache."""
-
-
 HYPER = ("decay", "beta1_rest", "beta2", "beta2_rest", "step_size", "root_bias2", "eps", "scale")
 
 
@@ -33,27 +31,6 @@ class _Hyper(ctypes.Structure):
     """Mirrors struct Hyper of csrc/adamw.cpp."""
 
     _fields_ = tuple((name, ctypes.c_float) for name in HYPER)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockState:
-    """One block's arrays, 1-D and equally long; `extra` is the int16 remainder, the fp32 master, or
-    None: no other master."""
-
-    weight: torch.Tensor
-    """bfloat16 or float32; without `extra` it is the master itself."""
-    extra: torch.Tensor | None
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-
-    def part(self, stretch: slice) -> BlockState:
-        """Some of its elements, as views."""
-        return BlockState(
-            weight=self.weight[stretch],
-            extra=None if self.extra is None else self.extra[stretch],
-            exp_avg=self.exp_avg[stretch],
-            exp_avg_sq=self.exp_avg_sq[stretch],
-        )
 
 
 def norm_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -207,24 +184,3 @@ def _compiled_update() -> Callable[..., None]:
     """One fused kernel for blocks of any length."""
     compiled: Callable[..., None] = torch.compile(_device_update, dynamic=True)
     return compiled
-
-
-def read_master(weight: torch.Tensor, extra: torch.Tensor | None) -> torch.Tensor:
-    """The master in fp32: itself where it is held so, otherwise a new tensor."""
-    if extra is None:
-        return weight.float()
-    if extra.dtype == torch.float32:
-        return extra
-    return ((weight.view(torch.int16).int() << 16) + extra.int()).view(torch.float32)
-
-
-def write_master(master: torch.Tensor, weight: torch.Tensor, extra: torch.Tensor | None) -> None:
-    """Store an fp32 master; the bf16 weight is it rounded to nearest (ties away from zero, or to
-    even without `extra`), as in csrc/adamw.cpp."""
-    if extra is None:
-        weight.copy_(master)
-        return
-    bits = master.contiguous().view(torch.int32)
-    high = (bits + 0x8000) >> 16
-    weight.view(torch.int16).copy_(high)
-    extra.copy_(master if extra.dtype == torch.float32 else bits - (high << 16))

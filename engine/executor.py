@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from engine.adamw import AdamW, BlockState, Pass, clip_scale, norm_of
+from engine.adamw import AdamW, Pass, clip_scale, norm_of
 from engine.blocks import Blocks, Fate
 from engine.device import DeviceMemory, Gradients
 from engine.lanes import Lanes, Ticket
@@ -26,6 +26,7 @@ from engine.layers.decoder import Decoder, Recording, tensors
 from engine.layers.head import loss_and_gradients, summed_cross_entropy
 from engine.layers.offload import Offloaded, copy_in_pieces, storages
 from engine.layout import BLOCK_ALIGNMENT
+from engine.master import BlockState
 from engine.recipe import Batch, NonFiniteLossError
 from engine.sizes import Work
 from engine.step import Kind, Op, operations

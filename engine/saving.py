@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from engine.adamw import BlockState
 from engine.layers.decoder import Decoder
+from engine.master import BlockState
 from engine.recipe import Recipe
 from engine.store import Store
 

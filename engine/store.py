@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from engine.adamw import BlockState, read_master, write_master
+from engine.master import BlockState, read_master, write_master
 from engine.sizes import PAGE, StoreSpec
 
 

@@ -21,7 +21,8 @@ import torch
 from baselines.deepspeed.setup import import_deepspeed, require_deepspeed, sole_builder
 from baselines.system import Unsupported
 from engine import KernelError, Recipe, native
-from engine.adamw import AdamW, BlockState, Pass
+from engine.adamw import AdamW, Pass
+from engine.master import BlockState
 from sweeps.host_memory import ROUNDS, Kernel, Speed, in_turns, streams
 
 BYTES_PER_PARAM = {

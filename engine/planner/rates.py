@@ -13,7 +13,8 @@ from functools import partial
 
 import torch
 
-from engine.adamw import AdamW, BlockState, Pass
+from engine.adamw import AdamW, Pass
+from engine.master import BlockState
 from engine.recipe import Recipe
 
 UPDATE_ROUNDS = 24

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from engine import KernelError, Recipe, native
-from engine.adamw import AdamW, BlockState, Pass, clip_scale, read_master, write_master
+from engine.adamw import AdamW, Pass, clip_scale
+from engine.master import BlockState, read_master, write_master
 
 RECIPE = Recipe(lr=1e-3, weight_decay=0.1, schedule="cosine", warmup_steps=5, total_steps=300)
 FIELDS = ("weight", "extra", "exp_avg", "exp_avg_sq")
