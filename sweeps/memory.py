@@ -1,8 +1,8 @@
-"""Memory and pace seen from outside: PSS of a process tree, the device by NVML, the machine's
-limits.
+"""A cell's memory and the device's clock and power, sampled from outside the cell's process.
 
-Invariant: the measured process never measures itself, except for the peak of torch's allocator,
-which only it knows; and sampling backs off so that it takes at most two percent of one core.
+Host memory is the PSS of the process tree; the device is read through NVML. Invariant: the measured
+process never measures itself, except for the peak of torch's allocator, which only it knows; and
+sampling takes at most two percent of one core.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any, Protocol
 import psutil
 
 KINDS = ("Pss_Anon", "Pss_File", "Pss_Shmem")
-"""smaps_rollup's split of the proportional set size: private pages, mapped files, shared memory
-(gloo, pinned by some drivers)."""
+"""Kinds of pages that smaps_rollup splits the proportional set size into: private, of mapped files,
+shared (gloo; pinned memory of some drivers)."""
 BUILDERS = frozenset(
     ("as", "c++", "cc1plus", "cicc", "collect2", "g++", "ld", "ninja", "nvcc", "ptxas", "sh")
 )
-"""Descendants that compile an extension on its first use: gigabytes that are no part of
-training."""
+"""Child processes that compile an extension on its first use. They may take gigabytes, which are no
+part of training."""
 IDLE_BYTES = 1 << 30
-"""The most that is in use on a device that nobody uses: what the driver keeps for itself is about
-half of it."""
+"""A device with less than this in use has no other user: the driver keeps about half of it for
+itself."""
 PATIENCE_S = 5.0
-"""Seconds in which what an earlier cell had started may leave the device."""
+"""Seconds to wait for the processes of an earlier cell to leave the device."""
 BACKOFF = 50.0
 """Seconds between two samples, in multiples of what one sample costs."""
 THROTTLE_REASONS = (
@@ -44,12 +44,12 @@ THROTTLE_REASONS = (
     "hw_power_brake",
     "display_clocks",
 )
-"""What keeps a clock below its highest, in the order of NVML's bits."""
+"""Reasons why the clock is below its highest, in the order of NVML's bits."""
 
 
 def pss(pid: int) -> dict[str, int]:
-    """Proportional set size of `pid` and its descendants, bytes by kind and in total; {} when the
-    process is gone."""
+    """Proportional set size of `pid` and its descendants, bytes by kind and in total (`Pss`); {}
+    once the process has ended."""
     total: dict[str, int] = {}
     for process in _tree(pid):
         with contextlib.suppress(OSError):  # a process may end between the listing and the read
@@ -69,12 +69,12 @@ def _tree(pid: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Crowd:
-    """Others on the device."""
+    """Processes of others on the device, and the memory they use."""
 
     num_bytes: int
-    """In use there."""
+    """Device memory in use."""
     num_processes: int
-    """Those that the driver tells of: none where pids are hidden (containers)."""
+    """As many as the driver lists: none where pids are hidden, as in containers."""
 
     def __str__(self) -> str:
         """One line: who, how much, what to do."""
@@ -90,7 +90,8 @@ class Crowd:
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """The device at one moment; None for what its driver does not tell."""
+    """Clock, energy and throttle reasons of the device at one moment; None for what its driver does
+    not tell."""
 
     at_s: float
     sm_mhz: int | None
@@ -102,18 +103,19 @@ class Look:
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """How the device ran over a stretch of time; None for what is not known."""
+    """Mean clock, power and throttle reasons of the device over some time; None where unknown."""
 
     sm_mhz: float | None = None
     """Mean clock of the multiprocessors."""
     power_w: float | None = None
-    """Energy over seconds, as the device itself counts it."""
+    """From the device's own count of energy."""
     throttle_reasons: dict[str, float] | None = None
-    """Share of the looks at which each reason held the clock down; {} where none ever did."""
+    """Reason -> share of the looks at which it held the clock down; {} where none ever did."""
 
 
 def pace(looks: Sequence[Look]) -> Pace:
-    """The mean of what was seen; power is that between the first look and the last."""
+    """Means over `looks`; power is the energy between the first and the last over the time between
+    them."""
     clocks = [look.sm_mhz for look in looks if look.sm_mhz is not None]
     bits = [look.reasons for look in looks if look.reasons is not None]
     energy = [(look.at_s, look.energy_mj) for look in looks if look.energy_mj is not None]
@@ -131,20 +133,20 @@ def pace(looks: Sequence[Look]) -> Pace:
 
 
 class DeviceSampler(Protocol):
-    """Bytes in use on the device, by a process tree where the driver tells, else by everyone."""
+    """Looks at the device: a cell's bytes, who else is there, clock and power."""
 
     def look(self) -> Look | None:
         """Clock, energy and throttle reasons now, or None where there is no device."""
 
     def sample(self, pid: int) -> int | None:
-        """Bytes now, or None where there is no device."""
+        """Bytes that the process tree of `pid` uses now; None where there is no device."""
 
     def crowd(self) -> Crowd | None:
         """Who is on the device while no cell runs; None where nobody is."""
 
 
 class NoDevice:
-    """The twin for machines without an NVIDIA GPU."""
+    """The stand-in for machines without an NVIDIA GPU."""
 
     def look(self) -> Look | None:
         """Nothing to see."""
@@ -160,8 +162,8 @@ class NoDevice:
 
 
 class Nvml:
-    """NVML's view of the first visible device; bytes that others held before the cell are not
-    counted in its samples."""
+    """The first visible device, through NVML. Samples of a cell do not count the bytes that others
+    held before it."""
 
     def __init__(self) -> None:
         self._nvml, self._handle = nvml_device()
@@ -187,8 +189,8 @@ class Nvml:
             return None
 
     def sample(self, pid: int) -> int | None:
-        """Bytes of the process tree, or the growth of the device's use where pids are hidden
-        (containers)."""
+        """Bytes of the process tree; where pids are hidden, as in containers, the bytes in use
+        beyond those before the cell."""
         tree = set(_tree(pid))
         mine = [
             item.usedGpuMemory
@@ -200,8 +202,8 @@ class Nvml:
         return max(0, self._used() - self._before)
 
     def crowd(self) -> Crowd | None:
-        """Who is there after PATIENCE_S, in which an earlier cell may let go; what is in use then
-        is not the next one's."""
+        """Who is still there after up to PATIENCE_S. What is in use then is not counted as the next
+        cell's."""
         deadline = time.monotonic() + PATIENCE_S
         while (found := self._crowd()) is not None and time.monotonic() < deadline:
             time.sleep(PATIENCE_S / 20)
@@ -238,7 +240,7 @@ def nvml_device() -> tuple[Any, Any]:
 
 
 def device_sampler(device: str) -> DeviceSampler:
-    """NVML for a CUDA cell, else the twin."""
+    """NVML for a CUDA cell, otherwise the stand-in."""
     if device != "cuda":
         return NoDevice()
     try:
@@ -248,8 +250,8 @@ def device_sampler(device: str) -> DeviceSampler:
 
 
 class Sampler:
-    """Peaks of one process tree, and the pace of the device; call `poll` often, it samples when one
-    is due."""
+    """Peak memory of one process tree, and what the device did meanwhile. Call `poll` often: it
+    samples when a sample is due."""
 
     def __init__(self, pid: int, device: DeviceSampler, interval_s: float = 0.1) -> None:
         self.peak_host: dict[str, int] = {}
@@ -257,17 +259,17 @@ class Sampler:
         self.peak_host_bytes: int | None = None
         self.peak_device_bytes: int | None = None
         self.looks: list[Look] = []
-        """At the device since `watch_pace`, each a fraction of a millisecond."""
+        """Taken since `watch_pace`."""
         self._pid, self._device, self._interval_s, self._due = pid, device, interval_s, 0.0
         self._watching, self._look_due = False, 0.0
 
     def hurry(self) -> None:
-        """Make a sample due: the tree has come to its full size, and a short run may end before the
-        next one would be."""
+        """Take the next sample at the next `poll`: the process has reached its full size, and a
+        short run may end before a sample would be due."""
         self._due = 0.0
 
     def watch_pace(self) -> None:
-        """From now on `poll` looks at the device's pace too."""
+        """From now on `poll` records clock, energy and throttle reasons too."""
         self._watching = True
 
     def _look(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -165,24 +165,21 @@ def timeline_lines(timeline: Timeline) -> list[str]:
         busy = timeline.busy_s(lane)
         if not busy:
             continue
-        cells = [0.0] * WIDTH
-        width = timeline.step_s / WIDTH
-        for item in timeline.intervals:
-            for index in (
-                range(int(item.start_s / width), min(WIDTH, int(item.end_s / width) + 1))
-                if item.lane == lane
-                else ()
-            ):
-                cells[index] += (
-                    max(
-                        0.0, min(item.end_s, (index + 1) * width) - max(item.start_s, index * width)
-                    )
-                    / width
-                )
-        bar = "".join(SHADES[min(4, round(4 * share))] for share in cells)
+        bar = "".join(SHADES[min(4, round(4 * share))] for share in _busy_shares(timeline, lane))
         hidden = "" if lane == "compute" else f", {timeline.hidden_share(lane):.0%} hidden"
         lines.append(f"  {name:<10} {bar} {busy:7.3f} s{hidden}")
     return lines
+
+
+def _busy_shares(timeline: Timeline, lane: str) -> list[float]:
+    """The part of each of WIDTH equal stretches of the step in which the lane is busy."""
+    width = timeline.step_s / WIDTH
+    edges = [(width * index, width * (index + 1)) for index in range(WIDTH)]
+    items = [item for item in timeline.intervals if item.lane == lane]
+    return [
+        sum(max(0.0, min(item.end_s, end) - max(item.start_s, start)) for item in items) / width
+        for start, end in edges
+    ]
 
 
 def report(cell: Cell, machine: Machine | None) -> list[str]:
@@ -190,20 +187,9 @@ def report(cell: Cell, machine: Machine | None) -> list[str]:
     require_runnable(cell.model)
     system = built(cell, machine=machine)
     outlook, has = outlook_of(system, cell), environment.machine(cell.machine, None)
-    num_params, shape = outlook.events[0]["num_params"], cell.shape
+    num_params: int = outlook.events[0]["num_params"]
     lines = [
-        f"{cell.model.name} ({num_params / 1e9:.2f}B parameters), {shape.batch_size} x "
-        f"{shape.seq_len} tokens, "
-        + " ".join(
-            filter(
-                None,
-                (
-                    cell.system,
-                    cell.options.get("preset"),
-                    "compiled" if cell.options.get("compile") else "",
-                ),
-            )
-        ),
+        _title(cell, num_params),
         "",
         "device, GB",
         *memory_lines(outlook.plan["device"], has["device_bytes"]),
@@ -211,45 +197,54 @@ def report(cell: Cell, machine: Machine | None) -> list[str]:
         "host, GB",
         *memory_lines(outlook.plan["host"], has["host_bytes"]),
     ]
-    engine = system if isinstance(system, MegaTrain) else None
-    if engine is None and hasattr(system, "placement"):
-        lines += ["", f"room for the activations of {system.placement['kept_layers']} layers"]
-    if engine is not None:
-        lines += ["", "placement", *layer_map(engine)]
+    if isinstance(system, MegaTrain):
+        lines += ["", "placement", *layer_map(system)]
         if outlook.prediction is not None:
-            timeline = engine.predict()
-            tokens_per_s = shape.num_tokens / timeline.step_s
-            num_steps, in_windows = (
-                cell.measure.steps_per_window,
-                outlook.prediction["window_step_s"],
-            )
-            lines += [
-                "",
-                f"predicted step {timeline.step_s:.3f} s: {tokens_per_s:,.0f} tokens/s, "
-                f"{6e-12 * num_params * tokens_per_s:.0f} "
-                f"TFLOPS 6P, at {rate_card(engine.rates)}",
-                *timeline_lines(timeline),
-                f"  {in_windows:.3f} s in windows of {num_steps} steps, as the bench measures: "
-                "each waits for its last update",
-            ]
+            window_step_s = outlook.prediction["window_step_s"]
+            lines += ["", *prediction_lines(cell, system, num_params, window_step_s)]
+    elif hasattr(system, "placement"):
+        lines += ["", f"room for the activations of {system.placement['kept_layers']} layers"]
     return [*lines, "", f"does not fit: {outlook.refusal}" if outlook.refusal else "fits"]
+
+
+def _title(cell: Cell, num_params: int) -> str:
+    preset = cell.options.get("preset")
+    names = [cell.system, preset, "compiled" if cell.options.get("compile") else None]
+    return (
+        f"{cell.model.name} ({num_params / 1e9:.2f}B parameters), {cell.shape.batch_size} x "
+        f"{cell.shape.seq_len} tokens, {' '.join(name for name in names if name)}"
+    )
+
+
+def prediction_lines(
+    cell: Cell, engine: MegaTrain, num_params: int, window_step_s: float
+) -> list[str]:
+    """The predicted step: its speed, what each lane does in it, its seconds as the bench measures
+    them."""
+    timeline = engine.predict()
+    tokens_per_s = cell.shape.num_tokens / timeline.step_s
+    return [
+        f"predicted step {timeline.step_s:.3f} s: {tokens_per_s:,.0f} tokens/s, "
+        f"{6e-12 * num_params * tokens_per_s:.0f} TFLOPS 6P, at {rate_card(engine.rates)}",
+        *timeline_lines(timeline),
+        f"  {window_step_s:.3f} s in windows of {cell.measure.steps_per_window} steps, as the "
+        "bench measures: each waits for its last update",
+    ]
 
 
 def rate_card(rates: Rates) -> str:
     """The rates in one line."""
-    scaled: dict[str, tuple[Callable[[float], float], str]] = {
-        "matmul_flops": (lambda v: v / 1e12, "TFLOPS bf16 product"),
-        "adamw_params": (lambda v: v / 1e9, "G params/s AdamW"),
-        "weights_params": (lambda v: v / 1e9, "its weights"),
-        "moments_params": (lambda v: v / 1e9, "its moments"),
-        "h2d_bytes": (lambda v: v / 1e9, "GB/s in"),
-        "d2h_bytes": (lambda v: v / 1e9, "GB/s out"),
-        "device_bytes": (lambda v: v / 1e9, "GB/s device memory"),
+    names = {
+        "matmul_flops": (1e12, "TFLOPS bf16 product"),
+        "adamw_params": (1e9, "G params/s AdamW"),
+        "weights_params": (1e9, "its weights"),
+        "moments_params": (1e9, "its moments"),
+        "h2d_bytes": (1e9, "GB/s in"),
+        "d2h_bytes": (1e9, "GB/s out"),
+        "device_bytes": (1e9, "GB/s device memory"),
     }
-    return ", ".join(
-        f"{scaled[name][0](value):.4g} {scaled[name][1]}"
-        for name, value in dataclasses.asdict(rates).items()
-    )
+    units = [(value, *names[name]) for name, value in dataclasses.asdict(rates).items()]
+    return ", ".join(f"{value / unit:.4g} {text}" for value, unit, text in units)
 
 
 def main() -> int:

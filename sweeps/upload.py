@@ -1,9 +1,10 @@
-"""Rows of JSONL files fed to W&B: by the bench after every cell, and by hand where runs are lost.
+"""Uploads rows of JSONL files to W&B: the bench does so after every cell, this command where runs
+were lost.
 
 Invariant: it reads the JSONL and nothing else, and a run holds its whole row, so `analysis.rows`
-makes the same frame of both. A run's id follows from the row's cell and start: what was uploaded is
-skipped offline and overwritten online, never doubled. A run counts as uploaded once its file was
-read back and found to be the row, and as long as that file stays as it was.
+makes the same frame of both. A run's id follows from the row's cell and start: a run that exists is
+skipped offline and overwritten online, never doubled. An offline run counts as uploaded once its
+file was read back and found to hold the row, and as long as that file does not change.
 
     python -m sweeps.upload outputs/quickstart               # offline runs, beside the rows
     python -m sweeps.upload outputs/quickstart/rows.jsonl mode=online project=NAME cell=HASH
@@ -16,7 +17,7 @@ import hashlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,13 @@ from sweeps.result import HISTORY, Row, history, packed, read_rows
 DEFAULTS = {"project": "megatrain-bench", "mode": "offline", "cell": ""}
 MODES = ("offline", "online")
 WHOLE = "uploaded"
-"""File in the folder of a run that was read back as its row; holds the project and the file's
-digest."""
+"""File in the folder of an offline run, written once the run was read back and found to hold its
+row; it has the project and the run file's digest."""
 
 
 def run_id(row: Row) -> str:
-    """Twelve hex digits: what tells a row from every other attempt at every cell, and from itself
-    in another study."""
+    """Twelve hex digits that differ for every attempt at every cell, and for the same row in
+    another study."""
     taken = (
         [row.experiment] if row.config.get("experiment", row.experiment) != row.experiment else []
     )
@@ -41,8 +42,8 @@ def run_id(row: Row) -> str:
 
 
 def offline_run(row: Row, folder: Path, project: str) -> Path | None:
-    """The folder of the row's offline run below `folder`, if one was read back for that project and
-    is as it was."""
+    """The folder of the row's offline run below `folder`; None where none was uploaded to that
+    project or its file has changed since."""
     for marker in sorted(folder.glob(f"wandb/offline-run-*-{run_id(row)}/{WHOLE}")):
         log = _log(marker.parent, row)
         if log.exists() and marker.read_text() == _sealed(log, project):
@@ -51,7 +52,7 @@ def offline_run(row: Row, folder: Path, project: str) -> Path | None:
 
 
 def _log(run: Path, row: Row) -> Path:
-    """What W&B keeps of the row in the folder of a run."""
+    """The file in the folder of a run that W&B keeps the row in."""
     return run / f"run-{run_id(row)}.wandb"
 
 
@@ -132,7 +133,8 @@ def upload(row: Row, file: Path, position: int, mode: str, project: str) -> Path
 
 
 def summary(row: Row) -> dict[str, Any]:
-    """What W&B's tables show of a row, beside config and history; it nests the mappings itself."""
+    """The row's fields that W&B's tables show beside config and history; W&B flattens mappings
+    itself."""
     fields = {
         name: value
         for name, value in dataclasses.asdict(row).items()
@@ -185,8 +187,8 @@ def rows_in(path: Path, cell: str) -> list[tuple[Path, int, Row]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Upload, and print the folder of each run; 2 and one line where the command line, the rows or
-    W&B are at fault, 1 where nobody reads on."""
+    """Upload, and print the folder of each run. Exit code 2, after one line, where the command
+    line, the rows or W&B are at fault; 1 where the reader of the output has gone."""
     os.environ["WANDB_SILENT"] = "true"
     logging.raiseExceptions = False  # a full disk is said once, below
     try:
@@ -195,28 +197,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"upload: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    from wandb import Error
-
     for file, position, row in items:
         try:
-            folder = upload(row, file, position, options["mode"], options["project"])
-        except Error as error:
-            said = " ".join(str(error).split())
-            print(
-                f"upload: mode={options['mode']}: W&B said {said}; upload offline and `wandb sync` "
-                "later",
-                file=sys.stderr,
-            )
-            return 2
+            folder = _uploaded(row, file, position, options)
         except ValueError as error:
             print(f"upload: {error}", file=sys.stderr)
-            return 2
-        except OSError as error:
-            where = error.filename or file.resolve().parent / "wandb"
-            print(
-                f"upload: {where}: got {error.strerror}, allowed a disk with room; upload again",
-                file=sys.stderr,
-            )
             return 2
         try:
             print(folder, flush=True)
@@ -224,6 +209,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
     return 0
+
+
+def _uploaded(row: Row, file: Path, position: int, options: Mapping[str, str]) -> Path:
+    """The folder of the row's run, uploaded as `options` say; ValueError, one line, where W&B or
+    its disk failed."""
+    from wandb import Error
+
+    try:
+        return upload(row, file, position, options["mode"], options["project"])
+    except Error as error:
+        raise ValueError(
+            f"mode={options['mode']}: W&B said {' '.join(str(error).split())}; upload offline and "
+            "`wandb sync` later"
+        ) from None
+    except OSError as error:
+        where = error.filename or file.resolve().parent / "wandb"
+        raise ValueError(
+            f"{where}: got {error.strerror}, allowed a disk with room; upload again"
+        ) from None
 
 
 if __name__ == "__main__":
