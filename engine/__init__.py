@@ -1,8 +1,8 @@
 """The compact MegaTrain engine: parameters and optimizer state live on the host, the GPU only
 computes.
 
-The names below are all that another room may import; torch is the only dependency. Start reading at
-`step.py`, the order of one step, and `executor.py`, which runs it.
+The names below are all that another room may import; the only dependencies are torch and
+safetensors. Start reading at `step.py`, the order of one step, and `executor.py`, which runs it.
 """
 
 from engine.adamw import clip_scale, norm_of

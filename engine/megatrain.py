@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from engine import saving
+from engine import state
 from engine.blocks import Blocks
 from engine.config import PLACED, EngineConfig
 from engine.lanes import Lanes
@@ -88,8 +88,12 @@ class MegaTrain(Trainer):
 
     def counters(self) -> dict[str, float]:
         """Totals since setup: bytes moved each way, recomputed FLOPs, seconds the optimizer ran and
-        was waited for."""
-        return self.executor.counters | {"optimizer_wait_s": self.executor.lanes.waited_s}
+        was waited for; once a state was saved, bytes and seconds of that."""
+        return (
+            self.executor.counters
+            | {"optimizer_wait_s": self.executor.lanes.waited_s}
+            | self.saver.counters
+        )
 
     @property
     def caveat(self) -> str | None:
@@ -133,19 +137,33 @@ class MegaTrain(Trainer):
                 yield self._decoder.full_name(block, name), value
 
     def save(self, directory: Path) -> None:
-        """Write a checkpoint directory; it appears whole or not at all."""
+        """Write the training state to a directory, which appears whole or not at all."""
+        self.save_beside(directory, room=0)
+        self.saved()
+
+    def save_beside(self, directory: Path, *, room: int) -> None:
+        """The same beside the steps that come next: this copies the state and returns.
+
+        room: bytes of host memory that copies may take; where they need more, this waits for the
+        disk. ValueError where `directory` exists; `saved`, or the next call, raises what goes wrong
+        later.
+        """
         self._settle()
-        saving.save(self.store, directory, self._next_step, self.recipe)
+        self.saver.save(directory, self._next_step, self.recipe, room=room)
+
+    def saved(self) -> None:
+        """Return when the state that is being written, if one is, has its directory."""
+        self.saver.finish()
 
     def resume(self, directory: Path) -> None:
-        """Continue, after setup, from a checkpoint that `save` wrote; one whose files were changed
+        """Continue, after setup, from a state that `save` wrote; one whose files were changed
         changes nothing here.
 
         Raises ValueError where it does not fit. Warns where its recipe is another: this engine's
         own is what goes on.
         """
         self._settle()
-        self._next_step = saving.resume(self.store, directory, self.recipe)
+        self._next_step = state.resume(self.store, directory, self.recipe)
 
     def _settle(self) -> None:
         """Drain, and update the moments that would wait for the next step."""

@@ -20,6 +20,7 @@ from engine.lanes import CudaLanes, Lanes, SerialLanes
 from engine.layers.decoder import Decoder
 from engine.recipe import Batch, Recipe
 from engine.sizes import StoreSpec, Work
+from engine.state import Saver
 from engine.step import LANES
 from engine.store import Store
 
@@ -45,6 +46,7 @@ class Trainer:
         self._decoder, self._lanes = decoder, lanes
         self._store: Store | None = None
         self._executor: Executor | None = None
+        self._saver: Saver | None = None
         self._next_step = 0
 
     def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -59,6 +61,7 @@ class Trainer:
         spec = StoreSpec.of(self.blocks, self.work, self.config, self.device)
         self._store = Store(spec, device=self.device)
         saving.load(self._store, self._decoder, weights)
+        self._saver = Saver(self._store)
         if self._lanes is None:
             names = list(dict.fromkeys(LANES[self.blocks.streams].values()))
             cuda = self.device.type == "cuda"
@@ -77,6 +80,12 @@ class Trainer:
         """What runs the operations; there from setup to close."""
         assert self._executor is not None, "call setup first"
         return self._executor
+
+    @property
+    def saver(self) -> Saver:
+        """What writes the training state to disk; there from setup to close."""
+        assert self._saver is not None, "call setup first"
+        return self._saver
 
     def train_step(self, batch: Batch) -> torch.Tensor:
         """Enqueue one optimizer step over all micro-batches; the mean loss, fp32, 0-dim,
@@ -119,12 +128,16 @@ class Trainer:
         self.executor.lanes.drain()
 
     def close(self) -> None:
-        """Stop the worker and unpin the host arena; idempotent."""
+        """Stop the worker and unpin the host arena; idempotent. Waits for a state that is being
+        written, and raises what went wrong with it."""
         if self._lanes is not None:
             self._lanes.close()
         if self._store is not None:
             self._store.close()
+        saver, self._saver = self._saver, None
         self._store = self._executor = None
+        if saver is not None:
+            saver.close()
 
 
 def default_threads(device: torch.device) -> int:

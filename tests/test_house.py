@@ -29,7 +29,7 @@ ONLY_IN = {
     "transformers": {"baselines", "sweeps"},
 }
 """Library -> rooms that may import it."""
-ENGINE_LIBRARIES = {"torch"}
+ENGINE_LIBRARIES = {"torch", "safetensors"}
 
 
 def imports(path: Path) -> set[str]:

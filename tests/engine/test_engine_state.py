@@ -56,10 +56,10 @@ def test_save_is_whole_or_not_at_all(models, tmp_path, monkeypatch):
     engine.save(tmp_path / "whole")
     with pytest.raises(ValueError, match="exists, allowed a new directory"):
         engine.save(tmp_path / "whole")
-    with pytest.raises(ValueError, match="is no checkpoint"):
+    with pytest.raises(ValueError, match="is no saved state"):
         engine.resume(tmp_path / "missing")
     with pytest.raises(ValueError, match="has master 'split'"):
-        make_engine(models[torch.bfloat16], master="fp32").resume(tmp_path / "whole")
+        make_engine(models[torch.bfloat16], master="bf16").resume(tmp_path / "whole")
 
 
 def test_a_float32_checkpoint_does_not_depend_on_the_master_that_it_has_not(models, tmp_path):
@@ -132,7 +132,7 @@ def test_a_checkpoint_has_the_mode_that_the_umask_gives(models, tmp_path, umask)
 def test_a_description_that_save_did_not_write_is_one_line(models, tmp_path, text):
     (tmp_path / "state.json").write_text(text)
     with pytest.raises(
-        ValueError, match="is no checkpoint, allowed a directory that save\\(\\) wrote"
+        ValueError, match="is no saved state, allowed a directory that save\\(\\) wrote"
     ) as caught:
         make_engine(models[torch.float32]).resume(tmp_path)
     assert "\n" not in str(caught.value)
@@ -141,9 +141,11 @@ def test_a_description_that_save_did_not_write_is_one_line(models, tmp_path, tex
 def test_a_checkpoint_that_lacks_a_block_is_one_line_and_changes_nothing(models, tmp_path):
     engine = make_engine(models[torch.float32])
     engine.save(tmp_path / "saved")
-    (tmp_path / "saved" / "block-0003.pt").unlink()
+    (tmp_path / "saved" / "block-0003.safetensors").unlink()
     losses, parameters = train(engine, 2)
-    with pytest.raises(ValueError, match=r"has no block-0003\.pt, allowed one a block") as caught:
+    with pytest.raises(
+        ValueError, match=r"has no block-0003\.safetensors, allowed one a block"
+    ) as caught:
         engine.resume(tmp_path / "saved")
     assert "\n" not in str(caught.value)
     assert_same((losses, dict(engine.parameters())), (losses, parameters))

@@ -1,0 +1,287 @@
+"""The training state on disk: written beside training, resumed bit for bit.
+
+Invariants: a directory appears whole or not at all, what is in it is looked at before the first
+byte of the store changes, and it is the state of one step. A state does not depend on placement,
+depth or lanes, and a split master resumes as an fp32 one and the other way round.
+
+One safetensors file a block with its weight, remainder or master, and moments; state.json with what
+must match and the size and SHA-256 of every file; COMMIT, written last, with the SHA-256 of
+state.json. All are on the disk before the directory has its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import warnings
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from engine.master import BlockState, read_master, write_master
+from engine.recipe import Recipe
+from engine.saving import digest, sync, whole_directory
+from engine.store import Store
+
+FORMAT = 3
+STATE, COMMIT = "state.json", "COMMIT"
+EXACT = {"split": torch.int16, "fp32": torch.float32}
+"""Masters that hold the same fp32 numbers, and the dtype of what each has beside the weight."""
+NUM_THREADS = 2
+"""One block is digested while the next is written."""
+
+
+class Saver:
+    """Writes states of a store, one after another, in threads of its own."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="save")
+        self._last: Future[None] | None = None
+        self.counters: dict[str, float] = {}
+        """Once something was saved: saved_bytes, save_s, from the beginning to the end of each, and
+        save_wait_s, how long training waited for it."""
+
+    def save(self, directory: Path, step: int, recipe: Recipe, *, room: int) -> None:
+        """Copy the state, and return; it is written meanwhile and afterwards, until `finish`.
+
+        step: optimizer steps taken so far. room: bytes that copies not yet written may take; where
+        they need more, this waits for the disk. One block is copied in any case. The store must not
+        change until this returns. ValueError where `directory` exists; what goes wrong later is
+        raised by `finish` or the next `save`.
+        """
+        self.finish()
+        started = time.perf_counter()
+        description = describe(self._store) | {"step": step, "recipe": asdict(recipe)}
+        with contextlib.ExitStack() as unfinished:
+            whole = unfinished.enter_context(whole_directory(directory))
+            writes: list[Future[dict[str, Any]]] = []
+            copied: deque[tuple[int, Future[dict[str, Any]]]] = deque()
+            try:
+                for block, state in enumerate(self._store.states):
+                    num_bytes = sum(tensor.nbytes for tensor in _tensors(state).values())
+                    while copied and sum(size for size, _ in copied) + num_bytes > room:
+                        copied.popleft()[1].result()
+                    # a copy: the next step changes the store
+                    tensors = {k: t.to("cpu", copy=True) for k, t in _tensors(state).items()}
+                    write = self._threads.submit(_write_block, _file(whole, block), tensors)
+                    writes.append(write)
+                    copied.append((num_bytes, write))
+                    del tensors
+            except BaseException:
+                for write in writes:
+                    write.cancel()
+                wait(writes)  # the directory goes when nobody writes into it any more
+                raise
+            rest = unfinished.pop_all()
+        self._last = self._threads.submit(self._commit, rest, whole, description, writes, started)
+        self._count(save_wait_s=time.perf_counter() - started)
+
+    def _commit(
+        self,
+        unfinished: contextlib.ExitStack,
+        whole: Path,
+        description: dict[str, Any],
+        writes: list[Future[dict[str, Any]]],
+        started: float,
+    ) -> None:
+        with unfinished:
+            wait(writes)  # where one failed, until the others write no more
+            found = [write.result() for write in writes]
+            files = {_file(whole, block).name: entry for block, entry in enumerate(found)}
+            (whole / STATE).write_text(json.dumps(description | {"files": files}))
+            sync(whole / STATE)
+            (whole / COMMIT).write_text(digest(whole / STATE))
+            sync(whole / COMMIT)
+            sync(whole)
+        num_bytes = sum(entry["bytes"] for entry in found)
+        self._count(saved_bytes=num_bytes, save_s=time.perf_counter() - started)
+
+    def finish(self) -> None:
+        """Wait for the state that is being written, if there is one, and raise what went wrong."""
+        last, self._last = self._last, None
+        if last is not None:
+            started = time.perf_counter()
+            try:
+                last.result()
+            finally:
+                self._count(save_wait_s=time.perf_counter() - started)
+
+    def _count(self, **more: float) -> None:
+        self.counters |= {name: self.counters.get(name, 0.0) + n for name, n in more.items()}
+
+    def close(self) -> None:
+        """`finish`, then end the threads; idempotent."""
+        try:
+            self.finish()
+        finally:
+            self._threads.shutdown()
+
+
+def _write_block(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Write one block's file; what the manifest says of it. OSError where the disk takes no
+    more."""
+    try:
+        save_file(tensors, path, metadata={"block": path.stem})
+    except SafetensorError as error:
+        raise OSError(
+            f"save: {path.parent.parent}: {error}, allowed a disk with room; make room or choose "
+            "another"
+        ) from None
+    sync(path)
+    return {"bytes": path.stat().st_size, "sha256": digest(path)}
+
+
+def describe(store: Store) -> dict[str, Any]:
+    """What a state and the store it is loaded into must have in common."""
+    spec = store.spec
+    return {
+        "format": FORMAT,
+        "dtype": str(spec.dtype),
+        "master": spec.master,
+        "blocks": [[[f.name, list(f.shape)] for f in layout.fields] for layout in spec.layouts],
+    }
+
+
+def resume(store: Store, directory: Path, recipe: Recipe) -> int:
+    """Load `directory` into the store; the optimizer steps taken so far.
+
+    ValueError, and a store as it was, where the state does not fit or a file is not the one that
+    was saved. Warns where it was trained with another recipe: this run goes on with its own.
+    """
+    directory = Path(directory)
+    found, wanted = _description(directory), describe(store)
+    if store.spec.dtype == torch.float32:  # the weight is the master, whatever system.master says
+        del wanted["master"]
+    elif found.get("master") in EXACT and wanted["master"] in EXACT:
+        wanted["master"] = found["master"]
+    for key, expected in wanted.items():
+        if found.get(key) != expected:
+            got = "other parameters" if key == "blocks" else repr(found.get(key))
+            raise ValueError(
+                f"resume: {directory} has {key} {got}, allowed what this run has; use the "
+                "state's own config"
+            )
+    master = None if store.spec.dtype == torch.float32 else EXACT.get(wanted["master"])
+    files = found.get("files") or {}
+    for block, state in enumerate(store.states):
+        path = _file(directory, block)
+        _check_file(path, files.get(path.name))
+        _check_tensors(path, _shapes(state, master))
+    for block, state in enumerate(store.states):
+        with safe_open(_file(directory, block), framework="pt") as file:
+            _load(state, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    _warn_of_another_recipe(directory, found.get("recipe") or {}, recipe)
+    step: int = found["step"]
+    return step
+
+
+def _load(state: BlockState, found: Mapping[str, torch.Tensor]) -> None:
+    for name, place in _tensors(state).items():
+        if found[name].dtype == place.dtype:
+            place.copy_(found[name])
+    if state.extra is not None and found["extra"].dtype != state.extra.dtype:
+        master = read_master(found["weight"], found["extra"]).to(state.weight.device)
+        write_master(master, state.weight, state.extra)
+
+
+def _check_file(path: Path, expected: Any) -> None:
+    """ValueError where the file is not, byte for byte, what the manifest says."""
+    if not path.is_file():
+        raise ValueError(
+            f"resume: {path.parent} has no {path.name}, allowed one a block; copy it whole"
+        )
+    size = path.stat().st_size
+    if not isinstance(expected, dict) or size != expected.get("bytes"):
+        allowed = expected.get("bytes") if isinstance(expected, dict) else "none in"
+        raise ValueError(
+            f"resume: {path} has {size} bytes, allowed {allowed} by {STATE}; copy the state whole"
+        )
+    if digest(path) != expected.get("sha256"):
+        raise ValueError(
+            f"resume: {path} has other bytes than {STATE} says; copy the state whole or take "
+            "another"
+        )
+
+
+def _check_tensors(path: Path, allowed: dict[str, str]) -> None:
+    """ValueError where the file has not the tensors that its block needs."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            got = {name: f"{s.get_dtype()} {s.get_shape()}" for name, s in slices.items()}
+            got["block"] = (file.metadata() or {}).get("block", "none")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"resume: {path} is no block of a state ({type(error).__name__}); take another"
+        ) from None
+    allowed = allowed | {"block": path.stem}
+    if got != allowed:
+        raise ValueError(
+            f"resume: {path} has {got}, allowed {allowed} for a block of this model; take another"
+        )
+
+
+def _tensors(state: BlockState) -> dict[str, torch.Tensor]:
+    named = {name: getattr(state, name) for name in ("weight", "extra", "exp_avg", "exp_avg_sq")}
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def _shapes(state: BlockState, extra: torch.dtype | None) -> dict[str, str]:
+    """Dtype and shape of the tensors of a block's file; `extra`: of the master's own part."""
+    names = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int16: "I16"}
+    dtypes = {name: tensor.dtype for name, tensor in _tensors(state).items()}
+    if extra is not None:
+        dtypes["extra"] = extra
+    return {name: f"{names[dtype]} {[state.weight.numel()]}" for name, dtype in dtypes.items()}
+
+
+def _warn_of_another_recipe(directory: Path, theirs: dict[str, Any], recipe: Recipe) -> None:
+    other = [
+        f"recipe.{name} {theirs.get(name)!r}, now {value!r}"
+        for name, value in asdict(recipe).items()
+        if theirs.get(name) != value
+    ]
+    if other:
+        warnings.warn(
+            f"resume: {directory} was trained with {'; '.join(other)}; this run goes on with its "
+            "own",
+            stacklevel=4,
+        )
+
+
+def _file(directory: Path, block: int) -> Path:
+    return directory / f"block-{block:04}.safetensors"
+
+
+def _description(directory: Path) -> dict[str, Any]:
+    """What state.json says; ValueError where it is not there, not what was saved or not
+    committed."""
+    found = None
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads((directory / STATE).read_text())
+    if not isinstance(found, dict) or type(found.get("step")) is not int:
+        raise ValueError(
+            f"resume: {directory} is no saved state, allowed a directory that save() wrote; check "
+            "the path"
+        )
+    if found.get("format") == FORMAT and not _is_committed(directory):
+        raise ValueError(
+            f"resume: {directory / COMMIT} is not that of {STATE}; copy the state whole or take "
+            "another"
+        )
+    return found
+
+
+def _is_committed(directory: Path) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        return (directory / COMMIT).read_text() == digest(directory / STATE)
+    return False
