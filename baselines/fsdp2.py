@@ -115,10 +115,11 @@ class Fsdp2(TorchRival):
         total = torch.zeros((), dtype=torch.float32, device=self.spec.device)
         num_tokens = batch.num_tokens
         self._optimizer.zero_grad()
-        for index, (tokens, labels, mask) in enumerate(micro_batches(batch, self.spec.device)):
+        for index, given in enumerate(micro_batches(batch, self.spec.device)):
             last = index == batch.num_micro_batches - 1
             self.loss.set_requires_gradient_sync(last or not self.options.accumulate_on_device)
-            loss = self.loss(tokens, labels, mask, num_tokens)
+            tokens, labels, mask, places = given
+            loss = self.loss(tokens, labels, mask, num_tokens, places)
             loss.backward()
             total += loss.detach()
         raise_unless_finite(total, "the loss", self._step)

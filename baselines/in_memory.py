@@ -94,8 +94,8 @@ class InMemory(TorchRival):
         total = torch.zeros((), dtype=torch.float32, device=self.spec.device)
         num_tokens = batch.num_tokens
         self._optimizer.zero_grad()
-        for tokens, labels, mask in micro_batches(batch, self.spec.device):
-            loss = self.loss(tokens, labels, mask, num_tokens)
+        for tokens, labels, mask, places in micro_batches(batch, self.spec.device):
+            loss = self.loss(tokens, labels, mask, num_tokens, places)
             loss.backward()
             total += loss.detach()
         # The verdict on the step before: it is long finished, so the device has work while the host

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from baselines.model import decoder_layers, find_decoder
 from baselines.options import CommonOptions
 from baselines.system import Unsupported
-from engine import IGNORE_INDEX, KEEP_BUDGET
+from engine import IGNORE_INDEX, KEEP_BUDGET, RefusedError, packed, refuse_mixing
 
 
 class _DecoderOutput:
@@ -162,6 +162,7 @@ class CausalLMLoss(nn.Module):
         recomputed, kept = layers[:num_recomputed], layers[num_recomputed:]
         self.model = model
         self.loss_chunk = loss_chunk
+        self._keeps_apart = False
         # Not a submodule: its parameters are the model's own.
         self.__dict__["_tail"] = _tail_of(model)
         self.__dict__["_decoder"] = model.get_submodule(_decoder_path(model))
@@ -178,15 +179,23 @@ class CausalLMLoss(nn.Module):
         labels: torch.Tensor,
         attention_mask: torch.Tensor | None,
         num_tokens: int | torch.Tensor,
+        position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Sum of the label tokens' cross entropies over `num_tokens`: 0-dim fp32.
 
-        tokens, labels and attention_mask are int64 [batch, seq_len]; labels are already shifted,
-        -100 is ignored. num_tokens counts the label tokens of the whole optimizer step, so
-        micro-batches add up.
+        tokens, labels, attention_mask and position_ids are int64 [batch, seq_len], as in `Batch`;
+        labels are already shifted, -100 is ignored. num_tokens counts the label tokens of the whole
+        optimizer step, so micro-batches add up. Raises Unsupported where packed documents would see
+        each other.
         """
-        decoder = self.__dict__["_decoder"]
-        output = decoder(input_ids=tokens, attention_mask=attention_mask, use_cache=False)
+        decoder, given = self.__dict__["_decoder"], {}
+        if position_ids is not None:
+            self._refuse_mixing()
+            given = {"position_ids": position_ids}
+        with packed(position_ids):
+            output = decoder(
+                input_ids=tokens, attention_mask=attention_mask, use_cache=False, **given
+            )
         hidden: torch.Tensor = output.last_hidden_state
         rows, targets = hidden.flatten(0, 1), labels.flatten()
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -197,6 +206,15 @@ class CausalLMLoss(nn.Module):
                 self._chunk_loss, chunk, target, use_reentrant=False, preserve_rng_state=False
             )
         return total / num_tokens
+
+    def _refuse_mixing(self) -> None:
+        if self._keeps_apart:
+            return
+        try:
+            refuse_mixing(self.__dict__["_decoder"], decoder_layers(self.model))
+        except RefusedError as error:
+            raise Unsupported(str(error)) from None
+        self._keeps_apart = True
 
     def _chunk_loss(self, chunk: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         output = self.__dict__["_tail"](inputs_embeds=chunk[None], use_cache=False)

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from baselines.system import ModelSpec, Unsupported
-from engine import RefusedError, find_layers
+from engine import RefusedError, document_numbers, find_layers, is_packed
 
 LEGACY_ROPE = ("rope_theta", "rope_scaling")
 """Keys of transformers 4 that transformers 5 still turns into `rope_parameters`."""
@@ -224,8 +224,7 @@ def _random_ops(asked: _Asked) -> str:
 
 
 def skip_packed_sequence_check() -> None:
-    """Tell transformers that no batch packs several documents into one sequence, which ours never
-    do.
+    """Have transformers take our word for whether a batch packs several documents into a sequence.
 
     It would look for packing in the position ids of every forward without a mask, and read the
     answer on the host: one device synchronisation for every forward and every chunk of the loss, in
@@ -234,7 +233,12 @@ def skip_packed_sequence_check() -> None:
     from transformers import masking_utils
 
     if hasattr(masking_utils, "find_packed_sequence_indices"):
-        masking_utils.find_packed_sequence_indices = lambda position_ids: None
+        masking_utils.find_packed_sequence_indices = _documents
+
+
+def _documents(position_ids: torch.Tensor) -> torch.Tensor | None:
+    """Number of each token's document; None where none are packed."""
+    return document_numbers(position_ids) if is_packed() else None
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

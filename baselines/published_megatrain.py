@@ -152,6 +152,11 @@ class PublishedMegaTrain(Rival):
         assert self._model is not None, "setup comes first"
         tokens, labels = batch.tokens[0], batch.labels[0]
         assert batch.attention_mask is None, "no padded batches: their sdpa would not mask them"
+        if batch.position_ids is not None:
+            raise Unsupported(
+                "the published MegaTrain code takes no position ids, so packed documents would see "
+                "each other; train on data=stdlib"
+            )
         # They shift the labels themselves; the last of a sequence would need one token more.
         unshifted = torch.full_like(labels, IGNORE_INDEX)
         unshifted[:, 1:] = labels[:, :-1]

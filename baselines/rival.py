@@ -157,14 +157,18 @@ def adamw_settings(recipe: Recipe) -> dict[str, Any]:
 
 def micro_batches(
     batch: Batch, device: torch.device
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """(tokens, labels, attention_mask or None) of each micro-batch: [micro_batch_size, seq_len]."""
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]]:
+    """(tokens, labels, attention_mask or None, position_ids or None) of each micro-batch:
+    [micro_batch_size, seq_len]."""
+
+    def moved(part: torch.Tensor) -> torch.Tensor:
+        return part.to(device, non_blocking=True)
+
+    masks, positions = batch.attention_mask, batch.position_ids
     for index in range(batch.num_micro_batches):
-        mask = None
-        if batch.attention_mask is not None:
-            mask = batch.attention_mask[index].to(device, non_blocking=True)
-        tokens = batch.tokens[index].to(device, non_blocking=True)
-        yield tokens, batch.labels[index].to(device, non_blocking=True), mask
+        mask = None if masks is None else moved(masks[index])
+        places = None if positions is None else moved(positions[index])
+        yield moved(batch.tokens[index]), moved(batch.labels[index]), mask, places
 
 
 def raise_unless_finite(

@@ -124,8 +124,8 @@ class TorchaoOffload(TorchRival):
         """One optimizer step. The loss is read during the backward; the norm stays unknown."""
         assert self._optimizer is not None, "setup comes first"
         total = torch.zeros((), dtype=torch.float32, device=self.spec.device)
-        for tokens, labels, mask in micro_batches(batch, self.spec.device):
-            loss = self.loss(tokens, labels, mask, batch.num_tokens)
+        for tokens, labels, mask, places in micro_batches(batch, self.spec.device):
+            loss = self.loss(tokens, labels, mask, batch.num_tokens, places)
             total += loss.detach()
             self._flag.record((~torch.isfinite(total)).float(), self._step)
             loss.backward()

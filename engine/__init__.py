@@ -10,6 +10,7 @@ from engine.blocks import Fate
 from engine.config import EngineConfig, RefusedError
 from engine.kernel import KernelError, cache_directory, native
 from engine.layers.decoder import find_layers
+from engine.layers.packing import document_numbers, is_packed, packed, refuse_mixing
 from engine.layers.template import KEEP_BUDGET
 from engine.megatrain import MegaTrain
 from engine.planner.placement import USABLE_DEVICE
@@ -47,12 +48,16 @@ __all__ = [
     "Widths",
     "cache_directory",
     "clip_scale",
+    "document_numbers",
     "dtype_name",
     "find_layers",
+    "is_packed",
     "layer_activation_bytes",
     "logits_bytes",
     "native",
     "norm_of",
+    "packed",
     "pinned_rounding",
+    "refuse_mixing",
     "whole_directory",
 ]

@@ -171,11 +171,12 @@ class Executor:
     def _embed(self, _: Op, s: StepState) -> None:
         for sums in self.memory.outer_gradients.values():
             sums.clear()  # a step that raised leaves its part
-        masks = s.batch.attention_mask
+        masks, positions = s.batch.attention_mask, s.batch.position_ids
         for m in range(s.batch.num_micro_batches):
             mask = None if masks is None else self._to_device(masks[m])
+            places = None if positions is None else self._to_device(positions[m])
             with torch.enable_grad():
-                recording = self.decoder.record(self._to_device(s.batch.tokens[m]), mask)
+                recording = self.decoder.record(self._to_device(s.batch.tokens[m]), mask, places)
             s.recordings.append(recording)
             s.hidden.append(recording.hidden.detach())
 

@@ -98,13 +98,18 @@ class Batch:
     tokens and labels are int64 of shape [num_micro_batches, micro_batch_size, seq_len]. Labels are
     already shifted: labels[m, b, t] is the token that follows tokens[m, b, t], or -100 where no
     loss is taken. attention_mask is None, or int64 of the same shape with 1 on real tokens and 0 on
-    padding. The loss of a step is the sum of all label tokens' losses over `num_tokens`, whatever
-    the number of micro-batches, so accumulation does not change the maths.
+    padding. position_ids is None, or int64 of the same shape where several documents are packed
+    into a sequence: positions begin at 0 in each document, no document sees another, and the label
+    of a document's last token is -100. A batch is padded or packed, never both: what fills up a
+    packed sequence is a document without labels. The loss of a step is the sum of all label tokens'
+    losses over `num_tokens`, whatever the number of micro-batches, so accumulation does not change
+    the maths.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     attention_mask: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
 
     @property
     def num_micro_batches(self) -> int:

@@ -111,7 +111,12 @@ class Trainer:
         return loss
 
     def _check_batch(self, batch: Batch) -> None:
-        for name in ("tokens", "labels", "attention_mask"):
+        if batch.attention_mask is not None and batch.position_ids is not None:
+            raise ValueError(
+                "batch.position_ids: got them beside an attention_mask, allowed one of the two; "
+                "fill packed sequences up with a document without labels"
+            )
+        for name in ("tokens", "labels", "attention_mask", "position_ids"):
             tensor: torch.Tensor | None = getattr(batch, name)
             if tensor is None:
                 continue

@@ -107,9 +107,10 @@ class DeepSpeed(Rival):
         total = torch.zeros((), dtype=torch.float32, device=self.spec.device)
         num_tokens = batch.num_tokens
         self._set_lr()
-        for index, (tokens, labels, mask) in enumerate(micro_batches(batch, self.spec.device)):
+        for index, given in enumerate(micro_batches(batch, self.spec.device)):
             engine.set_gradient_accumulation_boundary(index == batch.num_micro_batches - 1)
-            loss = engine(tokens, labels, mask, num_tokens)
+            tokens, labels, mask, places = given
+            loss = engine(tokens, labels, mask, num_tokens, places)
             # Our losses are already shares of the whole step: DeepSpeed must not divide them again.
             engine.backward(loss, scale_wrt_gas=False)
             total += loss.detach()

@@ -125,8 +125,8 @@ class ZenFlow(Zero2):
         """
         assert self._engine is not None, "setup comes first"
         self._set_lr()
-        ((tokens, labels, mask),) = micro_batches(batch, self.spec.device)
-        loss: torch.Tensor = self._engine(tokens, labels, mask, batch.num_tokens)
+        ((tokens, labels, mask, places),) = micro_batches(batch, self.spec.device)
+        loss: torch.Tensor = self._engine(tokens, labels, mask, batch.num_tokens, places)
         self._engine.backward(loss)
         raise_unless_finite(loss.detach(), "the loss", self._step, self._outcome)
         self._update()

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from engine.config import RefusedError
+from engine.layers.packing import packed, refuse_mixing, refuse_unmasked
 from engine.layers.randomness import refuse_random
 from engine.layers.template import Call, Template, share_templates
 from engine.layout import Layout, pack
@@ -64,6 +65,7 @@ class Decoder:
         self.frozen = _frozen(model)
         """Full names of parameters that are not trained."""
         self._known: set[str] = set()
+        self._keeps_apart = False
         self._inject: torch.Tensor | None = None
         self._passed: torch.Tensor | None = None
         self._first: list[torch.Tensor] = []
@@ -122,34 +124,55 @@ class Decoder:
         self.blocks[-1] = {name: shape for name, shape in head.items() if name not in used_before}
 
     def record(
-        self, tokens: torch.Tensor, attention_mask: torch.Tensor | None, *, last: int = -1
+        self,
+        tokens: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None = None,
+        *,
+        last: int = -1,
     ) -> Recording:
         """Run the model as far as the call of layer `last`, which is the last of all where it is
         negative.
 
-        tokens: int64 [micro_batch, seq_len] on the device. Raises ValueError where random numbers
-        are drawn on the way, or the model does not call each layer once.
+        tokens: int64 [micro_batch, seq_len] on the device; the others as in `Batch`. Raises
+        ValueError where random numbers are drawn on the way, the model does not call each layer
+        once, or packed documents would see each other.
         """
         self._last = last % self.num_layers
-        hidden, calls = self._checked(
-            BEFORE, tokens.device, partial(self._run, tokens, attention_mask)
-        )
+        if position_ids is not None and not self._keeps_apart:
+            refuse_mixing(self.model, self.layers)
+        run = partial(self._run, tokens, attention_mask, position_ids)
+        hidden, calls = self._checked(BEFORE, tokens.device, run)
         if len(calls) != self._last + 1:
             raise self._refusal(
                 f"calls {len(calls)} of its {self.num_layers} layers",
                 "all of them, one after another",
             )
+        if position_ids is not None and not self._keeps_apart:
+            self._check_masks(calls, position_ids)
         return Recording(hidden=hidden[0], calls=calls)
 
     def _run(
-        self, tokens: torch.Tensor, attention_mask: torch.Tensor | None
+        self,
+        tokens: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
     ) -> tuple[list[torch.Tensor], list[Call]]:
         self._calls, self._first = [], []
-        with contextlib.suppress(_LastLayerReachedError):
-            self.model(input_ids=tokens, attention_mask=attention_mask, use_cache=False)
+        given = {} if position_ids is None else {"position_ids": position_ids}
+        with contextlib.suppress(_LastLayerReachedError), packed(position_ids):
+            self.model(input_ids=tokens, attention_mask=attention_mask, use_cache=False, **given)
         self._passed = None
         calls, self._calls = self._calls, []
         return self._first, calls
+
+    def _check_masks(self, calls: Sequence[Call], position_ids: torch.Tensor) -> None:
+        """RefusedError where a layer gets no mask; looked at once, at the first batch with a
+        border."""
+        if (position_ids[:, 1:] == 0).any():
+            given = [list(tensors((call.args, call.kwargs))) for call in calls]
+            refuse_unmasked(self.model, given, position_ids.shape[1])
+            self._keeps_apart = True
 
     def expect_no_random_numbers(self) -> None:
         """Leave out the look at the generators, which fake tensors do not move."""

@@ -41,8 +41,8 @@ class Adagrad(Rival):
     def train_step(self, batch):
         total = torch.zeros((), device=self.spec.device)
         self.optimizer.zero_grad()
-        for tokens, labels, mask in micro_batches(batch, self.spec.device):
-            loss = self.loss(tokens, labels, mask, batch.num_tokens)
+        for tokens, labels, mask, places in micro_batches(batch, self.spec.device):
+            loss = self.loss(tokens, labels, mask, batch.num_tokens, places)
             loss.backward()
             total += loss.detach()
         raise_unless_finite(total, "the loss", self._step)
