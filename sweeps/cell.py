@@ -40,7 +40,8 @@ def work(cell: Cell, emit: Emitter, rates: Mapping[str, float] | None = None) ->
     from baselines.model import initial_weights
     from baselines.model_check import require_runnable
     from engine import Rates
-    from sweeps import bench, data, heldout, outlook
+    from sweeps import bench, heldout, outlook
+    from sweeps.text import stream_of
 
     spec = cell.spec()
     if cell.machine.device == "cuda" and cell.machine.device_bytes:
@@ -49,7 +50,7 @@ def work(cell: Cell, emit: Emitter, rates: Mapping[str, float] | None = None) ->
         require_runnable(cell.model)
         system = outlook.built(cell, rates=Rates(**rates) if rates else None)
         expected = outlook.outlook_of(system, cell)
-        steps = data.batches(data.corpus_of(cell.data), cell.shape, cell.seed)
+        steps = stream_of(cell)
     except ValueError as error:
         emit("invalid", reason=" ".join(str(error).split()))
         return

@@ -28,8 +28,8 @@ from omegaconf import DictConfig, open_dict
 
 from sweeps import auto, tuner
 from sweeps.config import Cell, cell_from
-from sweeps.data import batches, corpus_of
 from sweeps.errors import parse
+from sweeps.text import stream_of
 
 REPEAT = "measure.repeat"
 SYSTEMS = auto.CONF / "system"
@@ -129,9 +129,7 @@ def compose_cell(cfg: DictConfig) -> Cell:
     line."""
     plain = auto.resolve(cfg)
     cell = cell_from(plain)
-    corpus = corpus_of(cell.data)
-    batches(corpus, cell.shape, cell.seed)  # lazy: it refuses a text too short, and makes no batch
-    plain["data"]["digest"] = corpus.digest
+    plain["data"]["digest"] = stream_of(cell).digest  # lazy: it refuses, and makes no batch
     return cell_from(plain)
 
 

@@ -52,6 +52,10 @@ FLAGS = ("--localalloc", "--balancing", "--all")
 """Options of numactl(8) that bind a process and take no value."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 T = TypeVar("T")
+Files = str | Sequence[str]
+Word = str | None
+FIELDS = ("text_field", "chat_field", "prompt_field", "answer_field")
+"""Fields of data that name a field of the files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,17 +63,68 @@ class Data:
     """Where the training text comes from (conf/data)."""
 
     max_bytes: int = 1 << 25
+    """Bytes of the standard library read at most."""
     heldout_fraction: float = 0.02
     digest: str = ""
     """Digest of the bytes, filled in when they are read. Another text is another cell."""
+    files: Files = ()
+    """One file or several (data=text); () is the standard library's sources."""
+    tokenizer: Word = None
+    """Folder of a tokenizer of transformers; None takes bytes."""
+    text_field: Word = None
+    """Field that holds a document; None is `text` where no other field is named."""
+    chat_field: Word = None
+    """Field that holds a conversation, as a list of messages."""
+    prompt_field: Word = None
+    answer_field: Word = None
+    """Fields of a question and of its answer, on which alone the loss is taken."""
 
     def __post_init__(self) -> None:
         _at_least("data.max_bytes", self.max_bytes, 1 << 16)
+        for name in ("files", "tokenizer", *FIELDS):
+            _check_words(f"data.{name}", getattr(self, name), several=name == "files")
+        self._check_fields()
         if not 0 <= self.heldout_fraction < 1:
             raise ValueError(
                 f"data.heldout_fraction: got {self.heldout_fraction}, allowed 0 <= fraction < 1; "
                 "0.02 is usual"
             )
+
+    def _check_fields(self) -> None:
+        """ValueError, one line, for fields that are read together by no kind of text."""
+        named = tuple(name for name in FIELDS if getattr(self, name) is not None)
+        if (named or self.tokenizer is not None) and not self.paths:
+            given = named[0] if named else "tokenizer"
+            raise ValueError(
+                f"data.{given}: got {getattr(self, given)!r}, allowed with files alone; choose "
+                "data=text and give data.files"
+            )
+        if named and named not in (FIELDS[:1], FIELDS[1:2], FIELDS[2:]):
+            raise ValueError(
+                f"data.{named[0]}: got {' and '.join(named)}, allowed text_field alone, chat_field "
+                "alone, or prompt_field with answer_field; leave the others out"
+            )
+        if self.chat_field is not None and self.tokenizer is None:
+            raise ValueError(
+                f"data.chat_field: got {self.chat_field!r} without a data.tokenizer, allowed with "
+                "one that has a chat template; give data.tokenizer"
+            )
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The files; none is the standard library."""
+        return (self.files,) if isinstance(self.files, str) else tuple(self.files)
+
+
+def _check_words(path: str, value: Any, *, several: bool) -> None:
+    """ValueError unless `value` is text that is not blank; or a list of it, or nothing."""
+    if value == () or (value is None and not several):
+        return
+    words = value if several and isinstance(value, (list, tuple)) and value else [value]
+    for word in words:
+        if not isinstance(word, str) or not word.strip():
+            allowed = "a path or a list of paths" if several else "text that is not blank, or null"
+            raise ValueError(f"{path}: got {value!r}, allowed {allowed}; give {path}=...")
 
 
 @dataclass(frozen=True, kw_only=True)

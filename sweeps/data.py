@@ -1,9 +1,10 @@
-"""Real text with no download: the sources of the Python standard library found on this machine,
-byte level.
+"""The steps that every system trains on: the interface of a text, and real text with no download,
+the sources of the Python standard library found on this machine, byte level.
 
 Invariant: the same machine, seed and shape give the same batches, whatever system trains; the
 held-out tail is never trained on; a label is the byte after its token, and -100 wherever there is
-none.
+none. The sequences of an epoch and their order depend on no batch size, and two numbers say where
+in them a run is.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from __future__ import annotations
 import hashlib
 import random
 import sysconfig
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -22,6 +25,7 @@ from baselines.system import Shape
 from engine import IGNORE_INDEX, Batch
 from sweeps.config import Data
 
+T = TypeVar("T")
 PAD = 0
 """Token put where a sequence has ended; its label is ignored and its mask is 0."""
 SKIPPED = frozenset(
@@ -39,6 +43,67 @@ SKIPPED = frozenset(
     )
 )
 """Folders that installations differ in, or that hold data more than source."""
+
+
+class Stream(ABC, Generic[T]):
+    """Endless optimizer steps of one text, whose held-out part is not among them.
+
+    `state` says where it is, and `seek` goes there: what comes then is what would have come.
+    """
+
+    digest: str
+    """What tells this text from others, 16 hex digits."""
+
+    def __init__(self, shape: Shape, seed: int) -> None:
+        self.shape, self.seed = shape, seed
+        self._epoch, self._sequence = 0, 0
+        self._sequences: Sequence[T] | None = None
+
+    @abstractmethod
+    def epoch(self, number: int) -> Sequence[T]:
+        """The sequences of an epoch, in their order; as many as it has, whatever the batch."""
+
+    @abstractmethod
+    def batch(self, sequences: Sequence[T], shape: Shape) -> Batch:
+        """One step of `shape.batch_size` sequences."""
+
+    @abstractmethod
+    def heldout(self, num_tokens: int) -> Iterator[Batch]:
+        """The first sequences of the held-out part, one a batch, as many as `num_tokens` fill but
+        one at least; none where it is shorter than a sequence."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        return self.batch([self._draw() for _ in range(self.shape.batch_size)], self.shape)
+
+    def _draw(self) -> T:
+        if self._sequences is None:
+            self._sequences = self.epoch(self._epoch)
+        if self._sequence == len(self._sequences):
+            self._epoch, self._sequence = self._epoch + 1, 0
+            self._sequences = self.epoch(self._epoch)
+        self._sequence += 1
+        return self._sequences[self._sequence - 1]
+
+    def state(self) -> dict[str, int]:
+        """The epoch, from 0, and how many of its sequences have been taken."""
+        return {"epoch": self._epoch, "sequence": self._sequence}
+
+    def seek(self, state: Mapping[str, int]) -> None:
+        """Go on where `state` was asked for, of a stream of the same text, seed and seq_len.
+
+        ValueError, one line, for a place that this stream does not have.
+        """
+        epoch, sequence = state.get("epoch", -1), state.get("sequence", -1)
+        sequences = self.epoch(epoch) if epoch >= 0 else ()
+        if epoch < 0 or not 0 <= sequence <= len(sequences):
+            raise ValueError(
+                f"data: got the place {dict(state)}, allowed an epoch >= 0 and 0 to "
+                f"{len(sequences)} of its sequences; go on with the text, seed and seq_len of then"
+            )
+        self._epoch, self._sequence, self._sequences = epoch, sequence, sequences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,21 +154,57 @@ def corpus_of(data: Data) -> Corpus:
     return load(data.max_bytes, data.heldout_fraction)
 
 
-def batches(corpus: Corpus, shape: Shape, seed: int) -> Iterator[Batch]:
-    """Endless optimizer steps: sequences of seq_len + 1 bytes, each seen once an epoch, in an order
-    fixed by `seed`.
+class ByteStream(Stream[torch.Tensor]):
+    """Sequences of seq_len + 1 bytes, each seen once an epoch, in an order fixed by `seed`."""
 
-    Raises ValueError where the text holds fewer than batch_size sequences.
-    """
-    length = shape.seq_len + 1
-    num_sequences = corpus.train.numel() // length
-    if num_sequences < shape.batch_size:
-        raise ValueError(
-            f"shape.seq_len: got {shape.seq_len} x {shape.batch_size} sequences, allowed at most "
-            f"{corpus.train.numel()} bytes of "
-            "text a step; shorten the sequences, lower shape.batch_size or raise data.max_bytes"
-        )
-    return _epochs(corpus.train[: num_sequences * length].view(num_sequences, length), shape, seed)
+    def __init__(self, corpus: Corpus, shape: Shape, seed: int) -> None:
+        """Raises ValueError where the text holds fewer than batch_size sequences."""
+        super().__init__(shape, seed)
+        self.corpus, self.digest = corpus, corpus.digest
+        length = shape.seq_len + 1
+        num_sequences = corpus.train.numel() // length
+        if num_sequences < shape.batch_size:
+            raise ValueError(
+                f"shape.seq_len: got {shape.seq_len} x {shape.batch_size} sequences, allowed at "
+                f"most {corpus.train.numel()} bytes of "
+                "text a step; shorten the sequences, lower shape.batch_size or raise data.max_bytes"
+            )
+        self._all = corpus.train[: num_sequences * length].view(num_sequences, length)
+        self._shuffled, self._next = random.Random(seed), 0
+
+    def epoch(self, number: int) -> Sequence[torch.Tensor]:
+        """Each shuffle goes on where the one before left the generator, so those before are
+        repeated. Its order is fixed across Python versions and platforms."""
+        if number < self._next:
+            self._shuffled, self._next = random.Random(self.seed), 0
+        while self._next <= number:
+            order = list(range(len(self._all)))
+            self._shuffled.shuffle(order)
+            self._next += 1
+        return _Picked(self._all, order)
+
+    def batch(self, sequences: Sequence[torch.Tensor], shape: Shape) -> Batch:
+        """`pack` of them."""
+        return pack(sequences, shape)
+
+    def heldout(self, num_tokens: int) -> Iterator[Batch]:
+        """The first of the tail's sequences."""
+        alone = Shape(batch_size=1, seq_len=self.shape.seq_len)
+        for sequence in heldout(self.corpus, self.shape.seq_len, num_tokens):
+            yield pack([sequence], alone)
+
+
+class _Picked(Sequence[torch.Tensor]):
+    """Rows of a matrix in an order, none of them copied."""
+
+    def __init__(self, rows: torch.Tensor, order: Sequence[int]) -> None:
+        self._rows, self._order = rows, order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._rows[self._order[index]]
 
 
 def heldout(corpus: Corpus, seq_len: int, num_tokens: int) -> torch.Tensor:
@@ -112,18 +213,6 @@ def heldout(corpus: Corpus, seq_len: int, num_tokens: int) -> torch.Tensor:
     length = seq_len + 1
     num_sequences = min(max(1, num_tokens // seq_len), corpus.heldout.numel() // length)
     return corpus.heldout[: num_sequences * length].view(num_sequences, length)
-
-
-def _epochs(sequences: torch.Tensor, shape: Shape, seed: int) -> Iterator[Batch]:
-    shuffled = random.Random(seed)  # its order is fixed across Python versions and platforms
-    order: list[int] = []
-    while True:
-        while len(order) < shape.batch_size:
-            epoch = list(range(len(sequences)))
-            shuffled.shuffle(epoch)
-            order += epoch
-        picked, order = order[: shape.batch_size], order[shape.batch_size :]
-        yield pack([sequences[index] for index in picked], shape)
 
 
 def pack(sequences: Sequence[torch.Tensor], shape: Shape) -> Batch:

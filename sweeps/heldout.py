@@ -12,9 +12,10 @@ from torch import nn
 
 from baselines.loss import CausalLMLoss
 from baselines.model import decoder_layers, materialise
-from baselines.system import Shape, TrainingSystem
-from sweeps import data
+from baselines.rival import micro_batches
+from baselines.system import TrainingSystem
 from sweeps.config import Cell
+from sweeps.text import stream_of
 
 
 def trained(system: TrainingSystem, cell: Cell) -> nn.Module:
@@ -28,15 +29,12 @@ def trained(system: TrainingSystem, cell: Cell) -> nn.Module:
 def loss(model: nn.Module, cell: Cell) -> float | None:
     """Mean over the label tokens of `measure.heldout_tokens`, a sequence at a time on the cell's
     device, nats; None: no text."""
-    spec, seq_len = cell.spec(), cell.shape.seq_len
-    shape = Shape(batch_size=1, seq_len=seq_len, num_micro_batches=1)
+    spec = cell.spec()
     layers = decoder_layers(model)  # all kept: there is no backward to recompute them for
     plain = CausalLMLoss(model.to(spec.device).eval(), keep_activations=len(layers))
     total, num_tokens = 0.0, 0
-    for sequence in data.heldout(data.corpus_of(cell.data), seq_len, cell.measure.heldout_tokens):
-        batch = data.pack([sequence], shape)
-        total += float(
-            plain(batch.tokens[0].to(spec.device), batch.labels[0].to(spec.device), None, 1)
-        )
+    for batch in stream_of(cell).heldout(cell.measure.heldout_tokens):
+        ((tokens, labels, mask, places),) = micro_batches(batch, spec.device)
+        total += float(plain(tokens, labels, mask, 1, places))
         num_tokens += batch.num_tokens
     return total / num_tokens if num_tokens else None

@@ -56,6 +56,8 @@ RETIRED: Mapping[str, Mapping[str, Any]] = {
 """System -> knobs that no row ever had at another value. They are gone from the config, and are
 hashed all the same."""
 RETIRED_DATA = {"source": "stdlib"}
+FILES = "files"
+"""The field of data that a text of files has, and the one of the standard library has not."""
 
 
 def hashed(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,8 +81,16 @@ def as_first_written(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return config
     moved = {name: value for name, value in config["process"].items() if name in NEUTRAL}
     retired = RETIRED.get(config["system"]["name"], {})
-    data, system = {**RETIRED_DATA, **config["data"]}, {**retired, **moved, **config["system"]}
-    return {**config, "data": data, "system": system}
+    system = {**retired, **moved, **config["system"]}
+    return {**config, "data": _text(config["data"]), "system": system}
+
+
+def _text(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What a text is known by. That of files is known by its digest, which stands for their bytes,
+    the tokenizer and the fields that are read, and not by where they lie."""
+    if FILES not in data:
+        return {**RETIRED_DATA, **data}
+    return {name: data[name] for name in ("heldout_fraction", "digest") if name in data}
 
 
 def current(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,7 +176,17 @@ def published(config: Mapping[str, Any]) -> dict[str, Any]:
     kept["machine"] = {
         name: value for name, value in config["machine"].items() if name not in PATHS
     }
+    if FILES in config["data"]:
+        names = {name: _names(config["data"].get(name)) for name in (FILES, "tokenizer")}
+        kept["data"] = {**config["data"], **names}
     return kept
+
+
+def _names(paths: Any) -> Any:
+    """Paths without the folders of this machine."""
+    if isinstance(paths, (list, tuple)):
+        return [_names(path) for path in paths]
+    return Path(paths).name if isinstance(paths, str) else paths
 
 
 def digest(value: Any) -> str:

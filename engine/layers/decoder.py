@@ -171,7 +171,7 @@ class Decoder:
         border."""
         if (position_ids[:, 1:] == 0).any():
             given = [list(tensors((call.args, call.kwargs))) for call in calls]
-            refuse_unmasked(self.model, given, position_ids.shape[1])
+            refuse_unmasked(self.model, given, position_ids)
             self._keeps_apart = True
 
     def expect_no_random_numbers(self) -> None:

@@ -11,7 +11,6 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 from torch import nn
@@ -68,14 +67,25 @@ def refuse_mixing(model: nn.Module, layers: Sequence[nn.Module]) -> None:
             )
 
 
-def refuse_unmasked(model: nn.Module, given: Sequence[Any], seq_len: int) -> None:
-    """RefusedError, one line, where a layer is called without a mask of every pair of tokens.
+def refuse_unmasked(
+    model: nn.Module, given: Sequence[Sequence[torch.Tensor]], position_ids: torch.Tensor
+) -> None:
+    """RefusedError, one line, where a layer is called without a mask between documents.
 
-    given: the tensors that each layer is called with.
+    given: the tensors that each layer is called with. The masks are looked at, for there are models
+    that make them without the position ids they take.
     """
+    numbers = document_numbers(position_ids)
+    across = numbers[:, None, :, None] != numbers[:, None, None, :]
     for index, values in enumerate(given):
-        if not any(value.ndim == 4 and value.shape[-2:] == (seq_len, seq_len) for value in values):
+        masks = [v for v in values if v.ndim == 4 and v.shape[-2:] == across.shape[-2:]]
+        if not masks or any((_seen(mask) & across).any() for mask in masks):
             raise RefusedError(
                 f"batch.position_ids: got packed documents for {type(model).__name__}, whose layer "
                 f"{index} is given no mask between documents, {ALLOWED}"
             )
+
+
+def _seen(mask: torch.Tensor) -> torch.Tensor:
+    """Which pairs of tokens an attention mask lets through, whether it is one to add or not."""
+    return mask if mask.dtype == torch.bool else mask > -1e4

@@ -228,6 +228,19 @@ def test_a_layer_without_a_mask_is_refused(monkeypatch):
     engine.close()
 
 
+def test_a_mask_that_does_not_follow_the_position_ids_is_refused(monkeypatch):
+    """OPT takes them for its learned positions, and makes its mask without them."""
+    told(monkeypatch)
+    batch = packed_batch()
+    engine = make_engine(
+        make_model("opt", attention="eager", dropout=0.0, word_embed_proj_dim=32, ffn_dim=64),
+        batch=batch,
+    )
+    with pytest.raises(RefusedError, match="is given no mask between documents"):
+        engine.train_step(batch)
+    engine.close()
+
+
 def test_padded_and_packed_is_one_line():
     batch = packed_batch()
     both = Batch(

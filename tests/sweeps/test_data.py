@@ -1,5 +1,6 @@
 """Text and batches: fixed order, labels shifted, padding ignored, the tail held out."""
 
+import hashlib
 import itertools
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def test_files_in_order_and_tail_held_out(corpus: data.Corpus) -> None:
 
 
 def test_labels_are_the_next_byte(corpus: data.Corpus) -> None:
-    batch = next(data.batches(corpus, Shape(batch_size=4, seq_len=9, num_micro_batches=2), 0))
+    batch = next(data.ByteStream(corpus, Shape(batch_size=4, seq_len=9, num_micro_batches=2), 0))
     assert batch.tokens.shape == (2, 2, 9)
     assert batch.attention_mask is None
     assert batch.num_tokens == 36
@@ -44,7 +45,7 @@ def test_batches_are_deterministic_and_each_sequence_comes_once_an_epoch(
 ) -> None:
     shape = Shape(batch_size=9, seq_len=9)
     first, again, other = (
-        list(itertools.islice(data.batches(corpus, shape, seed), 10)) for seed in (0, 0, 1)
+        list(itertools.islice(data.ByteStream(corpus, shape, seed), 10)) for seed in (0, 0, 1)
     )
     assert all(torch.equal(one.tokens, two.tokens) for one, two in zip(first, again, strict=True))
     assert not all(
@@ -68,10 +69,19 @@ def test_padding_is_never_a_label() -> None:
 
 def test_too_little_text_is_one_line(corpus: data.Corpus) -> None:
     with pytest.raises(ValueError, match=r"shape\.seq_len: got 900 x 1"):
-        data.batches(corpus, Shape(batch_size=1, seq_len=900), 0)
+        data.ByteStream(corpus, Shape(batch_size=1, seq_len=900), 0)
 
 
 def test_the_standard_library_is_there() -> None:
     corpus = data.load(1 << 16, 0.02)
     assert corpus.train.numel() + corpus.heldout.numel() == 1 << 16
     assert len(corpus.digest) == 16
+
+
+def test_the_order_of_the_bytes_is_that_of_the_committed_rows(corpus: data.Corpus) -> None:
+    """Of twelve steps of eight sequences, which are more than an epoch of ninety."""
+    steps = list(itertools.islice(data.ByteStream(corpus, Shape(batch_size=8, seq_len=9), 3), 12))
+    found = hashlib.sha256()
+    for batch in steps:
+        found.update(batch.tokens.numpy().tobytes() + batch.labels.numpy().tobytes())
+    assert found.hexdigest()[:16] == "fc03bd366890c8b5"

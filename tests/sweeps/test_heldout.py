@@ -46,7 +46,7 @@ def test_a_system_is_asked_for_what_it_trained(system: str):
         spec = cell.spec()
         one = build(name, spec)
         one.setup(initial_weights(spec.model, 0, spec.dtype, spec.device))
-        steps = data.batches(data.corpus_of(cell.data), cell.shape, 0)
+        steps = data.ByteStream(data.corpus_of(cell.data), cell.shape, 0)
         before = heldout.loss(heldout.trained(one, cell), cell)
         for _ in range(6):
             one.train_step(next(steps))
