@@ -92,6 +92,10 @@ class Data:
 
     def _check_fields(self) -> None:
         """ValueError, one line, for fields that are read together by no kind of text."""
+        if self.paths and self.max_bytes != Data.max_bytes:
+            raise ValueError(
+                f"data.max_bytes: got {self.max_bytes}, allowed without files alone; leave it out"
+            )
         named = tuple(name for name in FIELDS if getattr(self, name) is not None)
         if (named or self.tokenizer is not None) and not self.paths:
             given = named[0] if named else "tokenizer"

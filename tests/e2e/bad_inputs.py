@@ -199,6 +199,27 @@ TABLE = {
         data.heldout_fraction=nan => data.heldout_fraction: got nan
         data.max_bytes=70000 shape.seq_len=2048 shape.batch_size=64 => shape.seq_len: got 2048 x 64
         +data.nope=1 => data.nope: got 1
+        # text of files
+        data=text => data.files: got None, allowed a path
+        data=text data.files=[] => data.files: got []
+        data=text data.files=7 => data.files: got 7
+        data=text data.files=nope.jsonl => data.files: got 'nope.jsonl', which is no file
+        data=text data.files=file => data.files: got 'file', allowed a file of .jsonl
+        data=text data.files=empty.jsonl => data.files: got 'empty.jsonl', which is empty
+        data=text data.files=[words.jsonl,torn.jsonl] => data.files: got torn.jsonl line 1
+        data=text data.files=list.jsonl => data.files: got list.jsonl line 1 without the field 'text'
+        data=text data.files=words.jsonl data.text_field=body => data.files: got words.jsonl line 1 without the field 'body'
+        data=text data.files=words.jsonl data.text_field=7 => data.text_field: got 7
+        data=text data.files=words.jsonl => shape.seq_len: got
+        data=text data.files=words.jsonl data.tokenizer=nope => data.tokenizer: got 'nope', which is no folder
+        data=text data.files=words.jsonl data.tokenizer=folder => data.tokenizer: got 'folder' (
+        data=text data.files=words.jsonl data.chat_field=text => data.chat_field: got 'text' without a data.tokenizer
+        data=text data.files=words.jsonl data.prompt_field=text => data.prompt_field: got prompt_field, allowed
+        data=text data.files=words.jsonl data.text_field=a data.prompt_field=b => data.text_field: got text_field and prompt_field
+        data=text data.files=words.jsonl +data.max_bytes=70000 => data.max_bytes: got 70000, allowed without files alone
+        data=text data.files=words.jsonl model.attn_implementation=flex_attention => model.model_type: got 'qwen2' for data.files
+        --multirun data=text data.files=words.jsonl,nope.jsonl shape.seq_len=2 shape.batch_size=1 => data.files: got 'nope.jsonl'
+        +data.tokenizer=folder => data.tokenizer: got 'folder', allowed with files alone
         measure.windows=0 => measure.windows: got 0
         measure.windows=abc => measure.windows: got 'abc'
         measure.windows=1.5 => measure.windows: got 1.5
@@ -512,6 +533,7 @@ def furnish(folder: Path, rows: str) -> None:
         "torn.jsonl": "{\n{}\n",
         "list.jsonl": "[1]\n",
         "good.jsonl": rows,
+        "words.jsonl": '{"text": "a few words"}\n',
     }
     written["later.jsonl"] = json.dumps(json.loads(rows) | {"schema_version": 99}) + "\n"
     for name, text in written.items():
@@ -570,10 +592,11 @@ def main() -> int:
     order of the table."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     rows = Path(sys.argv[1]).read_text().splitlines()[0] + "\n"
+    root = Path(tempfile.mkdtemp())
+    os.environ["HF_DATASETS_CACHE"] = str(root / "cache")
     warm()
     gc.collect()
     gc.freeze()  # the children would copy what a collection touches
-    root = Path(tempfile.mkdtemp())
     todo, running, found = cases(), {}, {}
     for number, (program, arguments, _) in enumerate(todo):
         folder = root / str(number)
