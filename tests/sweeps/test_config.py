@@ -42,7 +42,8 @@ def composed(*overrides: str) -> Cell:
 
 @pytest.mark.parametrize(("group", "name"), CHOICES)
 def test_every_option_composes(group: str, name: str) -> None:
-    cell = composed(f"{group}={name}")
+    needs = {"text": ["data.files=a.jsonl"]}.get(name, [])
+    cell = composed(f"{group}={name}", *needs)
     assert len(cell.hash) == 12
 
 
