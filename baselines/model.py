@@ -1,8 +1,8 @@
 """The model of a `ModelSpec`, built from transformers: configuration, skeleton, initial weights.
 
-Invariant: this is the only module that imports transformers, and every system starts from the
+Invariant: no other module builds a model of transformers, and every system starts from the
 numbers of `initial_weights`, which depend on (spec, seed, device type) alone and are exact in
-bfloat16.
+bfloat16, or from those of a checkpoint (`baselines.checkpoint`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from baselines.checkpoint_folder import config_in
 from baselines.system import ModelSpec, Unsupported
 from engine import RefusedError, document_numbers, find_layers, is_packed
 
@@ -52,6 +54,8 @@ def config_of(spec: ModelSpec) -> Any:
             "transformers"
         )
     known = _known_keys(AutoConfig.for_model(spec.model_type))
+    if spec.checkpoint is not None:  # whose config.json may have keys that nothing reads
+        known = sorted({*known, *config_in(Path(spec.checkpoint))})
     for key in spec.config:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=3, cutoff=0.6)

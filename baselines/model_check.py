@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from baselines.checkpoint import CheckpointWeights, require_causal
 from baselines.model import build_skeleton, config_of
 from baselines.system import ModelSpec, Unsupported
 
@@ -34,14 +35,19 @@ SIZES = (
 
 def require_runnable(spec: ModelSpec) -> None:
     """ValueError, one line that names model.config, where the model cannot be built, its forward
-    cannot run, or a buffer that follows from the config is not finite."""
+    cannot run, or a buffer that follows from the config is not finite; or model.checkpoint, where
+    that is not of this model."""
     try:
+        if spec.checkpoint is not None:
+            require_causal(spec)
         _require_numbers(spec)
         _require_size(spec)
         for name, buffer in build_skeleton(spec, torch.bfloat16).named_buffers():
             if buffer.is_floating_point() and not torch.isfinite(buffer.float()).all():
                 raise ArithmeticError(f"{name} is not finite")
         _forward(spec)
+        if spec.checkpoint is not None:
+            CheckpointWeights(spec)  # looks at names and shapes
     except Unsupported:
         return  # not here, whatever the config: the cell says why
     except Exception as error:

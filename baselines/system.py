@@ -24,7 +24,8 @@ class Unsupported(RuntimeError):  # noqa: N818 - a row status, not a programming
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only `transformers` model by its configuration; weights are random, no download."""
+    """A decoder-only `transformers` model by its configuration, with the weights of a checkpoint or
+    with random ones; no download."""
 
     name: str
     """Label in rows and figures, for example qwen2.5-3b."""
@@ -33,6 +34,11 @@ class ModelSpec:
     config: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the transformers config class."""
     attn_implementation: str = "sdpa"
+    checkpoint: str | None = None
+    """Folder of the weights that training starts from; None is random ones."""
+    checkpoint_digest: str | None = None
+    """Digest of those weights (`baselines.checkpoint_folder.digest_of`), by which cells know
+    them."""
 
 
 @dataclass(frozen=True, kw_only=True)

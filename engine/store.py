@@ -17,6 +17,10 @@ import torch
 from engine.master import BlockState, read_master, write_master
 from engine.sizes import PAGE, StoreSpec
 
+PIECE = 1 << 20
+"""Elements of a parameter that are split into weight and master at a time: each takes 16 bytes
+more while it is."""
+
 
 class Store:
     """The arenas, cut up by block."""
@@ -53,8 +57,11 @@ class Store:
             if state.extra is not None:
                 state.extra.zero_()
             return
-        master = value.reshape(-1).float().to(state.weight.device)
-        write_master(master, state.weight, state.extra)
+        flat = value.reshape(-1)
+        for start in range(0, field.numel, PIECE):
+            part = state.part(slice(start, min(start + PIECE, field.numel)))
+            master = flat[start : start + PIECE].float().to(part.weight.device)
+            write_master(master, part.weight, part.extra)
 
     def parameters(self, block: int) -> Iterator[tuple[str, torch.Tensor]]:
         """(local name, fp32 copy on the host) of a block's parameters."""
