@@ -24,6 +24,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
+from baselines.checkpoint_folder import spec_of
 from sweeps.config import Measure, build_group, cell_from, require, require_numactl
 from sweeps.identity import label
 
@@ -32,6 +33,8 @@ NODES = Path("/sys/devices/system/node")
 """The kernel's list of NUMA nodes."""
 CHOICE = ("fallback", "candidates", "systems")
 """Fields of conf/model/auto.yaml."""
+NAMELESS = ("auto", "checkpoint")
+"""Files of conf/model that no model is called after."""
 HEADROOM = 0.92
 """Share of the memory that a model chosen unasked may plan to fill.
 
@@ -110,6 +113,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
         )
     if plain["model"].get("name") == "auto":
         plain["model"] = _model(plain)
+    plain["model"] = with_checkpoint(plain["model"])
     if plain["recipe"].get("total_steps") is None:
         plain["recipe"]["total_steps"] = build_group(Measure, "measure", plain).num_steps
     return plain
@@ -137,11 +141,41 @@ def _model(plain: Mapping[str, Any]) -> dict[str, Any]:
     return _load(_largest(candidates, tuple(asked["systems"]), asked["fallback"], settings))
 
 
+def with_checkpoint(model: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The model's group, filled in from the checkpoint where it names one; its own config lies over
+    the checkpoint's. ValueError, one line, where there is none."""
+    if "checkpoint" not in model:
+        return model
+    path = model["checkpoint"]
+    if not isinstance(path, str) or not path.strip():
+        raise ValueError(
+            f"model.checkpoint: got {path!r}, allowed the path of a folder; give it in quotes, or "
+            "choose another model"
+        )
+    spec = spec_of(path)
+    if model.get("model_type", spec.model_type) != spec.model_type:
+        raise ValueError(
+            f"model.model_type: got {model['model_type']!r}, allowed {spec.model_type}, which the "
+            "checkpoint is of; leave it out"
+        )
+    require("model.", model, ("config",))
+    require("model.config.", model["config"], ())
+    config = OmegaConf.merge(spec.config, model["config"])
+    filled = {
+        "name": spec.name if model.get("name") is None else model["name"],
+        "model_type": spec.model_type,
+        "config": OmegaConf.to_container(config),
+        "checkpoint": spec.checkpoint,
+        "checkpoint_digest": spec.checkpoint_digest,
+    }
+    return {**model, **filled}
+
+
 def _load(name: str) -> dict[str, Any]:
     path = CONF / "model" / f"{name}.yaml"
-    if name == "auto" or not path.exists():
+    if name in NAMELESS or not path.exists():
         allowed = ", ".join(
-            sorted(item.stem for item in path.parent.glob("*.yaml") if item.stem != "auto")
+            sorted(item.stem for item in path.parent.glob("*.yaml") if item.stem not in NAMELESS)
         )
         raise ValueError(f"model.candidates: got {name!r}, allowed {allowed}; choose among these")
     loaded: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)

@@ -37,7 +37,7 @@ def work(cell: Cell, emit: Emitter, rates: Mapping[str, float] | None = None) ->
     emit("phase", name="import")
     import torch
 
-    from baselines.model import initial_weights
+    from baselines.checkpoint import starting_weights
     from baselines.model_check import require_runnable
     from engine import Rates
     from sweeps import bench, heldout, outlook
@@ -62,7 +62,7 @@ def work(cell: Cell, emit: Emitter, rates: Mapping[str, float] | None = None) ->
     emit("phase", name=getattr(system, "setup_phase", "setup"))
     model = None
     try:
-        system.setup(initial_weights(spec.model, cell.seed, spec.dtype, spec.device))
+        system.setup(starting_weights(spec.model, cell.seed, spec.dtype, spec.device))
         bench.measure(system, steps, cell.measure, emit)
         cuda = spec.device.type == "cuda"
         emit(

@@ -455,7 +455,7 @@ def _model(config: Mapping[str, Any]) -> ModelSpec:
     """A model with a name and a config, or the library's default would be trained."""
     spec = build_group(ModelSpec, "model", config)
     _text("model.name", spec.name)
-    if not spec.config:
+    if not spec.config and spec.checkpoint is None:
         raise ValueError(
             f"model.config: got nothing, allowed the config of {spec.name}; do not delete it "
             "(~model.config)"

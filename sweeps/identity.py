@@ -18,6 +18,8 @@ UNHASHED = ("experiment", "logging", "output_dir", "process", "time_limit_s")
 PATHS = {"checkout": "published_megatrain", "nvme_path": "zero_infinity"}
 """Field of machine that says where something lies there -> the one system that is built with it. No
 row has these fields."""
+CHECKPOINT = "checkpoint"
+"""Field of a model that says where its weights lie on this machine. A row has the folder's name."""
 UNHASHED_MEASURE = ("timeout_s", "repeated", "stop_below", "heldout_tokens")
 KEPT = "kept"
 """Word of the preset of a rival that keeps activations instead of recomputing every layer."""
@@ -68,6 +70,8 @@ def hashed(config: Mapping[str, Any]) -> dict[str, Any]:
     kept["measure"] = {name: value for name, value in measure if name not in UNHASHED_MEASURE}
     if kept["measure"].get("repeat") == 1:  # the cell as it was before there were repeats
         del kept["measure"]["repeat"]
+    if CHECKPOINT in (config.get("model") or {}):  # its digest stays, wherever it lies
+        kept["model"] = {key: value for key, value in config["model"].items() if key != CHECKPOINT}
     kept["system"] = effective(config["system"])
     kept["machine"] = {"device": config["machine"]["device"]}
     if config["machine"].get("device_bytes") is not None:  # placement fills what the cap leaves
@@ -169,8 +173,8 @@ def label(system: Any) -> Any:
 
 
 def published(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config as its row has it: without this machine's paths, but for the output folder's
-    name."""
+    """The config as its row has it: without this machine's paths, but for the names of the output
+    folder and of the checkpoint's."""
     kept = {name: value for name, value in config.items() if name != "time_limit_s"}
     kept["output_dir"] = Path(config["output_dir"]).name
     kept["machine"] = {
@@ -179,6 +183,8 @@ def published(config: Mapping[str, Any]) -> dict[str, Any]:
     if FILES in config["data"]:
         names = {name: _names(config["data"].get(name)) for name in (FILES, "tokenizer")}
         kept["data"] = {**config["data"], **names}
+    if CHECKPOINT in config["model"]:
+        kept["model"] = {**config["model"], CHECKPOINT: Path(config["model"][CHECKPOINT]).name}
     return kept
 
 

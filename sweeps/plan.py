@@ -77,6 +77,7 @@ def compose_plan(overrides: Sequence[str]) -> tuple[Cell, Machine | None]:
             "model: got 'auto', allowed the name of a model where rates are given; for example "
             "model=qwen2.5-7b"
         )
+    plain["model"] = auto.with_checkpoint(plain["model"])
     rates = Rates(
         **{name: float(value) for name, value in given.items() if name not in (*MEMORY, "name")}
     )

@@ -22,7 +22,10 @@ GROUPS = {
 }
 NOT_ALONE = ("ablation", "experiment", "rates", "rung", "tune")
 CHOICES = [
-    (group, name) for group, names in GROUPS.items() for name in names if group not in NOT_ALONE
+    (group, name)
+    for group, names in GROUPS.items()
+    for name in names
+    if group not in NOT_ALONE and name != "checkpoint"  # which names no folder
 ]
 PUBLISHED = {
     "tiny": 5.62e6,
