@@ -24,6 +24,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
+
 LIMIT_S = 60
 AT_ONCE = 2
 """Processes."""
@@ -146,6 +149,24 @@ TABLE = {
         +model.nope=1 => model.nope: got 1
         model.nope=1 => model.nope: got '1'
         model.config.nope=1 => model.config.nope: got '1'
+        # a checkpoint, of which the last is looked at with the library
+        model=checkpoint => model.checkpoint: got no value
+        model=checkpoint model.checkpoint=null => model.checkpoint: got None
+        model=checkpoint model.checkpoint=7 => model.checkpoint: got 7
+        model=checkpoint model.checkpoint=nope => nope, which is no folder
+        model=checkpoint model.checkpoint=file => file, which is no folder
+        model=checkpoint model.checkpoint=LONG => which is no folder
+        model=checkpoint model.checkpoint=folder => folder, which has no config.json
+        model=checkpoint model.checkpoint=pickled => pickled, whose weights are pickled
+        model=checkpoint model.checkpoint=torn => torn, whose model.safetensors cannot be read
+        model=checkpoint model.checkpoint=lacking +model.model_type=gpt2 => model.model_type: got 'gpt2', allowed llama
+        model=checkpoint model.checkpoint=lacking model.config=3 => model.config: got 3
+        model=checkpoint model.checkpoint=lacking ~model.config => model.config: got nothing
+        model=checkpoint model.checkpoint=lacking model.name='' => model.name: got ''
+        model=checkpoint model.checkpoint=lacking model.nope=1 => model.nope: got '1'
+        +model.checkpoint=nope => nope, which is no folder
+        model.checkpoint=lacking => model.checkpoint: got 'lacking', an unknown field
+        --multirun seed=0,1 model=checkpoint model.checkpoint=lacking => lacking, which lacks
         # the shape
         shape.batch_size=0 => shape.batch_size: got 0
         shape.batch_size=-1 => shape.batch_size: got -1
@@ -380,6 +401,9 @@ TABLE = {
         # the model, as the library sees it
         model.model_type=nope => model.model_type: got 'nope'
         model.model_type=t5 => model.model_type: got 't5'
+        model=checkpoint model.checkpoint=lacking => lacking, which lacks model.layers.0.self_attn.q_proj.weight and 10 more
+        model=checkpoint model.checkpoint=lacking +rates=h200_16cores => lacking, which lacks
+        model=checkpoint model.checkpoint=encoder => encoder, which is of BertForMaskedLM
         model.attn_implementation=nope => model.attn_implementation: got 'nope'
         model.config.num_attention_heads=7 => model.config: got
         model.config.num_attention_heads=0 => model.config.num_attention_heads: got 0
@@ -538,6 +562,22 @@ def furnish(folder: Path, rows: str) -> None:
     written["later.jsonl"] = json.dumps(json.loads(rows) | {"schema_version": 99}) + "\n"
     for name, text in written.items():
         (folder / name).write_text(text)
+    llama = {"model_type": "llama", "vocab_size": 256, "hidden_size": 8, "num_attention_heads": 1}
+    llama |= {"intermediate_size": 8, "num_hidden_layers": 1, "max_position_embeddings": 2048}
+    for name in ("lacking", "torn", "pickled"):
+        furnish_checkpoint(folder / name, llama)
+    furnish_checkpoint(
+        folder / "encoder", {"model_type": "bert", "architectures": ["BertForMaskedLM"]}
+    )
+    os.truncate(folder / "torn" / "model.safetensors", 99)
+    (folder / "pickled" / "model.safetensors").rename(folder / "pickled" / "pytorch_model.bin")
+
+
+def furnish_checkpoint(folder: Path, config: dict[str, Any]) -> None:
+    """A checkpoint with the embedding alone."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({"model.embed_tokens.weight": torch.zeros(256, 8)}, folder / "model.safetensors")
 
 
 def listing(folder: Path) -> dict[str, int]:
