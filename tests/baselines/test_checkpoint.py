@@ -252,7 +252,7 @@ def test_reading_takes_the_store_and_a_few_parameters(tmp_path: Path):
     grown, planned, largest = map(int, done.stdout.splitlines()[-1].split())
     assert largest == 8 * 1024 * 256 * 4
     assert planned > 12 * 25e6
-    assert grown < planned + 4 * largest + 20e6
+    assert grown < planned + 4 * largest + 40e6  # the whole checkpoint would be 100e6
 
 
 def test_an_export_appears_whole_or_not_at_all(tmp_path: Path):

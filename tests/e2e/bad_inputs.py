@@ -154,7 +154,6 @@ TABLE = {
         model=checkpoint model.checkpoint=null => model.checkpoint: got None
         model=checkpoint model.checkpoint=7 => model.checkpoint: got 7
         model=checkpoint model.checkpoint=nope => nope, which is no folder
-        model=checkpoint model.checkpoint=file => file, which is no folder
         model=checkpoint model.checkpoint=LONG => which is no folder
         model=checkpoint model.checkpoint=folder => folder, which has no config.json
         model=checkpoint model.checkpoint=pickled => pickled, whose weights are pickled
@@ -162,8 +161,6 @@ TABLE = {
         model=checkpoint model.checkpoint=lacking +model.model_type=gpt2 => model.model_type: got 'gpt2', allowed llama
         model=checkpoint model.checkpoint=lacking model.config=3 => model.config: got 3
         model=checkpoint model.checkpoint=lacking ~model.config => model.config: got nothing
-        model=checkpoint model.checkpoint=lacking model.name='' => model.name: got ''
-        model=checkpoint model.checkpoint=lacking model.nope=1 => model.nope: got '1'
         +model.checkpoint=nope => nope, which is no folder
         model.checkpoint=lacking => model.checkpoint: got 'lacking', an unknown field
         --multirun seed=0,1 model=checkpoint model.checkpoint=lacking => lacking, which lacks
