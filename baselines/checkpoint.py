@@ -57,9 +57,9 @@ def starting_weights(
     spec: ModelSpec, seed: int, dtype: torch.dtype, device: torch.device
 ) -> Iterable[tuple[str, torch.Tensor]]:
     """What every system is set up with: `CheckpointWeights` of a model that has a checkpoint, else
-    `initial_weights`."""
+    `initial_weights`. In `dtype`, for not every system can start from more bits than that."""
     if spec.checkpoint is not None:
-        return CheckpointWeights(spec)
+        return CheckpointWeights(spec, dtype)
     return initial_weights(spec, seed, dtype, device)
 
 
@@ -99,14 +99,15 @@ class CheckpointWeights:
     """Re-iterable (name, tensor) of every parameter of a checkpoint, a tied one once, named as
     `named_parameters` names it.
 
-    On the CPU and in the dtype that they are stored in, so that a system that keeps an fp32 master
-    has the checkpoint's own; each rounds what it cannot hold. ValueError, before any tensor is
+    On the CPU and in `dtype`; None is the dtype that each is stored in, so that a system that keeps
+    an fp32 master has the checkpoint's own. ValueError, before any tensor is
     read, where the checkpoint has not exactly the model's parameters. The values are read again in
     every iteration: the folder must stay.
     """
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype | None = None) -> None:
         assert spec.checkpoint is not None
+        self.dtype = dtype
         self.folder = Path(spec.checkpoint)
         require_causal(spec)
         stored = stored_in(self.folder)
@@ -129,7 +130,8 @@ class CheckpointWeights:
             for name in list(made):
                 if name in self._owner and self._owner[name] not in given:
                     given.add(self._owner[name])
-                    yield self._owner[name], made.pop(name)
+                    value = made.pop(name)
+                    yield self._owner[name], value.to(self.dtype or value.dtype)
 
     def _made(self, group: _Group, read: Read) -> dict[str, torch.Tensor]:
         """The parameters and buffers that a group becomes."""

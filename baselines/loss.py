@@ -166,6 +166,7 @@ class CausalLMLoss(nn.Module):
         # Not a submodule: its parameters are the model's own.
         self.__dict__["_tail"] = _tail_of(model)
         self.__dict__["_decoder"] = model.get_submodule(_decoder_path(model))
+        self.__dict__["_layers"] = layers  # whose class a system may exchange
         self._summed: Callable[..., torch.Tensor] = _summed_cross_entropy
         if compile:
             self._summed = torch.compile(_summed_cross_entropy, dynamic=False, fullgraph=True)
@@ -211,7 +212,7 @@ class CausalLMLoss(nn.Module):
         if self._keeps_apart:
             return
         try:
-            refuse_mixing(self.__dict__["_decoder"], decoder_layers(self.model))
+            refuse_mixing(self.__dict__["_decoder"], self.__dict__["_layers"])
         except RefusedError as error:
             raise Unsupported(str(error)) from None
         self._keeps_apart = True

@@ -198,6 +198,30 @@ def test_agrees_with_in_memory(name, case):
     assert all(isinstance(value, float) for value in counters.values())
 
 
+@pytest.mark.parametrize("name", RIVALS)
+def test_packed_documents_train_as_they_do_in_memory(name):
+    """Documents of unlike lengths in each sequence, under every system."""
+    spec, losses = make_spec(torch.float32), []
+    lengths = (SEQ_LEN // 2, SEQ_LEN - SEQ_LEN // 2 - 5, 5)
+    places = torch.cat([torch.arange(length) for length in lengths])
+    ends = torch.tensor(lengths).cumsum(0) - 1
+    for one in ("in_memory", name):
+        with running(one, spec) as system:
+            found = []
+            for step in range(3):
+                batch = make_batch(step, spec)
+                batch.labels[..., ends] = -100
+                packed = places.expand_as(batch.tokens).contiguous()
+                found.append(system.train_step(dataclasses.replace(batch, position_ids=packed)))
+            system.drain()
+            losses.append([loss.item() for loss in found])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    plain = make_batch(0, spec)
+    plain.labels[..., ends] = -100
+    with running("in_memory", spec) as system:
+        assert abs(system.train_step(plain).item() - losses[0][0]) > 1e-4, "borders are seen"
+
+
 def test_accumulation_does_not_change_the_maths():
     whole, parts = make_spec(num_micro_batches=1), make_spec(num_micro_batches=4)
     results = []

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from baselines.checkpoint import CheckpointWeights, export
+from baselines.checkpoint import CheckpointWeights, export, starting_weights
 from baselines.checkpoint_folder import INDEX, WEIGHTS, config_in, spec_of, stored_in
 from baselines.model import build_skeleton, materialise
 from baselines.model_check import require_runnable
@@ -208,6 +208,24 @@ def test_another_system_starts_from_the_checkpoint_too(tmp_path: Path):
         finally:
             system.close()
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
+def test_in_bfloat16_every_system_starts_from_the_same_numbers(tmp_path: Path):
+    """Those of the checkpoint rounded once: not every system could keep more of them."""
+    model = made("qwen2")
+    model.save_pretrained(tmp_path)
+    shape = Shape(batch_size=2, seq_len=16)
+    spec = SystemSpec(model=spec_of(tmp_path), shape=shape, recipe=Recipe(lr=1e-3))
+    for name in ("in_memory", "zero3", "megatrain"):
+        options = {"torch_adamw": True} if name == "megatrain" else {}
+        system = build(name, replace(spec, options=options))
+        try:
+            system.setup(starting_weights(spec.model, 0, spec.dtype, CPU))
+            for key, value in system.parameters():
+                rounded = model.get_parameter(key).to(torch.bfloat16)
+                assert torch.equal(value, rounded.float()), (name, key)
+        finally:
+            system.close()
 
 
 def test_keys_of_older_files_are_renamed_and_their_buffers_left_out(tmp_path: Path):
