@@ -30,6 +30,7 @@ def test_committed_pages_are_what_the_rows_give() -> None:
         assert pages.filled(text, LINES) == text, f"{name} is stale: make docs"
 
 
+@pytest.mark.slow
 def test_deleting_the_pages_and_running_again_restores_them(tmp_path: Path) -> None:
     results = tmp_path / "results"
     shutil.copytree(record.RESULTS, results)

@@ -27,9 +27,10 @@ from engine import Batch, NonFiniteLossError, Recipe
 from sweeps import auto
 from tests.sweeps.test_config import GROUPS, composed
 
-pytestmark = pytest.mark.timeout(
-    900
-)  # on a fresh machine the first zero3 test builds DeepSpeed's operator: minutes on two cores
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+]  # on a fresh machine the first zero3 test builds DeepSpeed's operator: minutes on two cores
 CPU = torch.device("cpu")
 VOCAB, SEQ_LEN, BATCH_SIZE, STEPS = 96, 16, 8, 12
 TOLERANCE = {torch.bfloat16: 2e-3, torch.float32: 1e-5}

@@ -20,6 +20,8 @@ from engine import pinned_rounding
 from sweeps.config import cell_from
 from sweeps.result import Row, read_rows
 
+pytestmark = pytest.mark.slow
+
 RESULTS = Path(__file__).parents[2] / "analysis" / "results"
 PAGEABLE = ("moments", "other")
 """Kinds that are private pages under FSDP2 and SuperOffload; all others are pinned or shared.

@@ -22,6 +22,8 @@ from tests.baselines.test_systems import QWEN_14B, make_spec
 from tests.made_rows import row
 from tests.sweeps.test_config import GROUPS, composed
 
+pytestmark = pytest.mark.slow
+
 SHAPE = Shape(batch_size=32, seq_len=1024)
 KEPT = [name for name in GROUPS["system"] if name.endswith("_kept")]
 

@@ -13,6 +13,8 @@ from sweeps.outlook import outlooks
 from tests.baselines.test_systems import make_spec
 from tests.sweeps.test_config import composed
 
+pytestmark = pytest.mark.slow
+
 
 def config(**system):
     plain = composed("system=in_memory").config

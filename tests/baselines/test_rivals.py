@@ -31,6 +31,8 @@ from tests.baselines import test_baseline_parity as parity
 from tests.baselines.test_model import TINY
 from tests.baselines.test_systems import QWEN_14B, without
 
+pytestmark = pytest.mark.slow
+
 CUDA_ONLY = ["superoffload", "torchao_offload", "published_megatrain"]
 
 

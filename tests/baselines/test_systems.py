@@ -30,6 +30,8 @@ from tests.baselines.test_model import TINY
 from tests.made_rows import row
 from tests.sweeps.test_config import GROUPS, composed
 
+pytestmark = pytest.mark.slow
+
 QWEN_14B = {
     "hidden_size": 5120,
     "intermediate_size": 13824,

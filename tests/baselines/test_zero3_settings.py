@@ -20,6 +20,8 @@ from tests.baselines.test_rivals import make_spec
 from tests.baselines.test_systems import QWEN_14B
 from tests.sweeps.test_config import composed
 
+pytestmark = pytest.mark.slow
+
 
 def test_sub_groups_are_those_that_deepspeed_makes():
     spec = SystemSpec(

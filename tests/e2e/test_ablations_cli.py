@@ -11,6 +11,8 @@ import pytest
 from sweeps.result import read_rows
 from tests.study_cells import overrides
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
     "model=tiny",

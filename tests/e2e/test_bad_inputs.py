@@ -14,7 +14,7 @@ from tests.e2e import bad_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = bad_inputs.cases()
-pytestmark = pytest.mark.timeout(300)  # the first test waits for all of them
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # the first test waits for all of them
 
 
 @pytest.fixture(scope="module")

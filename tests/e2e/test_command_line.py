@@ -16,7 +16,7 @@ from sweeps.isolate import verdict
 from sweeps.result import read_rows
 from tests.e2e.test_sweeps_cli import ENVIRONMENT, ROOT, SMALL, command_of, sweep
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def test_flags_stand_anywhere_and_hydra_gets_them_first() -> None:

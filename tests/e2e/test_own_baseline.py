@@ -10,7 +10,7 @@ import pytest
 from sweeps.result import read_rows
 from tests.e2e.test_sweeps_cli import ROOT, SMALL, sweep
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 CODE = '''
 """Adagrad: plain torch on one device, with another optimizer than the recipe's."""
 

@@ -21,9 +21,10 @@ from sweeps import auto, command
 from sweeps.errors import USER_ERRORS, one_line
 from sweeps.result import Row, read_rows
 
-pytestmark = pytest.mark.timeout(
-    900
-)  # the first test of the shared study waits for its four commands
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+]  # the first test of the shared study waits for its four commands
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SMALL = [

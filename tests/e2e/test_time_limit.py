@@ -14,6 +14,8 @@ from sweeps.rows import Rows
 from sweeps.session import UNFINISHED
 from tests.e2e.test_sweeps_cli import ENVIRONMENT, ROOT, SMALL, started
 
+pytestmark = pytest.mark.slow
+
 
 def limited(output: Path, *overrides: str, left_s: float) -> subprocess.CompletedProcess[str]:
     """The command with so many seconds of its limit left."""

@@ -27,7 +27,7 @@ from tests.e2e.test_sweeps_cli import ENVIRONMENT, ROOT, SMALL, started
 from tests.made_rows import row
 from tests.sweeps.test_config import composed
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SEARCHES = sorted(path.stem for path in (auto.CONF / "tune").glob("*.yaml"))
 TIMED = [item for item in SMALL if not item.startswith("measure=")]
 

@@ -22,6 +22,8 @@ from tests.models import (
     weights_of,
 )
 
+pytestmark = pytest.mark.slow
+
 DEEPSEEK = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,

@@ -21,6 +21,8 @@ from engine.layers.template import Template
 from tests.models import assert_same, make_batch, make_engine, make_model, train
 from tests.twin import TwinLanes
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 32
 """Of a micro-batch: two rows."""
 

@@ -15,6 +15,8 @@ from engine.step import Kind, Op
 from tests.declared import VIRTUAL, UndeclaredError, declared_only
 from tests.models import assert_same, make_batch, make_engine, make_model, train
 
+pytestmark = pytest.mark.slow
+
 PIPELINES: list[dict[str, Any]] = [
     {"checkpoint_interval": 2, "depth": 1},
     {"checkpoint_interval": 3, "depth": 3, "streams": 2, "gradient_slabs": 2},

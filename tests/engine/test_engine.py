@@ -29,6 +29,8 @@ from tests.models import (
 )
 from tests.twin import TwinLanes
 
+pytestmark = pytest.mark.slow
+
 RECIPE = Recipe(lr=1e-2, clip_norm=0.5)
 
 

@@ -16,6 +16,8 @@ from engine.step import CPU, Kind, Op
 from tests.models import assert_same, make_batch, make_engine, make_model, train
 from tests.twin import TwinLanes
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("on_device", [0, 2, 6])

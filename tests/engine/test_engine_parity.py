@@ -12,6 +12,8 @@ from baselines.system import ModelSpec, Shape, SystemSpec
 from engine import Batch, Recipe
 from tests.models import COMMON
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS = 50
 NUM_LAYERS = 4
 

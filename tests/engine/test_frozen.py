@@ -154,6 +154,7 @@ ERNIE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("system", ["in_memory", "megatrain", "fsdp2", "zero3"])
 def test_what_the_library_freezes_stays_in_every_system(system, dtype):

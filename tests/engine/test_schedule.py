@@ -79,6 +79,7 @@ def placements(num_layers: int, depth: int, streams: int, interval: int) -> list
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_layers", range(1, 13))
 def test_every_combination_is_free_of_races_and_needs_every_wait(num_layers):
     for combination in itertools.product([num_layers], range(1, 5), range(1, 4), range(1, 6)):

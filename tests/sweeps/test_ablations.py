@@ -25,6 +25,8 @@ from sweeps.rows import Rows, comparable
 from tests.models import H200
 from tests.study_cells import overrides
 
+pytestmark = pytest.mark.slow
+
 NAMES = sorted(path.stem for path in (auto.CONF / "ablation").glob("*.yaml"))
 CELLS = {
     "double_buffering": 12,

@@ -16,6 +16,8 @@ from sweeps import architectures
 from sweeps.architectures import AGREES, DTYPES, FAILS, NOT_BUILT, REFUSED, Trained, Verdict
 from sweeps.tiny import causal_types
 
+pytestmark = pytest.mark.slow
+
 PAGE = architectures.PAGE.read_text()
 SAMPLE = [
     "llama",

@@ -19,6 +19,8 @@ from sweeps.result import Row, history, read_rows
 from sweeps.rows import Rows
 from sweeps.study import row_of
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 ROW = {
     "experiment": "e",

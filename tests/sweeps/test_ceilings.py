@@ -15,6 +15,8 @@ from sweeps import adamw_speed, ceilings, environment, host_memory
 from sweeps.host_memory import Kernel, Speed
 from sweeps.memory import Look, NoDevice, Pace
 
+pytestmark = pytest.mark.slow
+
 TINY = ("--num-elements", "20000", "--threads", "1", "--rounds", "2")
 ENGINE = tuple(name for name in adamw_speed.BYTES_PER_PARAM if name.startswith("engine"))
 

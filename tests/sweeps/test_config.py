@@ -43,6 +43,7 @@ def composed(*overrides: str) -> Cell:
         return cell_from(auto.resolve(compose("config", list(overrides))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "name"), CHOICES)
 def test_every_option_composes(group: str, name: str) -> None:
     needs = {"text": ["data.files=a.jsonl"]}.get(name, [])
@@ -50,6 +51,7 @@ def test_every_option_composes(group: str, name: str) -> None:
     assert len(cell.hash) == 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GROUPS["experiment"])
 @pytest.mark.parametrize("system", GROUPS["system"])
 def test_every_experiment_composes(name: str, system: str) -> None:
@@ -128,6 +130,7 @@ def test_hash_covers(other: str) -> None:
     assert composed(other).hash != composed().hash
 
 
+@pytest.mark.slow
 def test_comparison_key_spans_systems_of_one_dtype() -> None:
     keys = {comparison_key(composed(f"system={name}").config) for name in GROUPS["system"]}
     assert len(keys) == 1
@@ -361,6 +364,7 @@ def plan_here(command: list[str], *, input: str, **_: object) -> subprocess.Comp
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("host_gib", "device_gib", "expected", "own_process"),
     [

@@ -20,6 +20,8 @@ from sweeps.result import Row
 from sweeps.rows import Rows
 from tests.models import H200
 
+pytestmark = pytest.mark.slow
+
 STEP_OF_2_S = Outlook(events=[{"event": "predicted", "prediction": {"step_s": 2.0}}], refusal=None)
 
 

@@ -10,6 +10,8 @@ from sweeps import auto, data, heldout
 from sweeps.command import command_of
 from sweeps.config import Cell
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["model=tiny", "shape.batch_size=2", "shape.seq_len=16", "measure.heldout_tokens=50"]
 
 

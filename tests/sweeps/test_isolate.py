@@ -24,6 +24,8 @@ from sweeps.memory import DeviceSampler, Look, NoDevice, Pace, Sampler, host_byt
 from sweeps.result import read_rows
 from sweeps.rows import Rows
 
+pytestmark = pytest.mark.slow
+
 WINDOW = {
     "event": "losses",
     "first_step": 0,

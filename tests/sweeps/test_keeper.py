@@ -15,6 +15,8 @@ from sweeps.isolate import Outcome, run_isolated
 from sweeps.memory import NoDevice
 from tests.e2e.test_sweeps_cli import ENVIRONMENT, ROOT, command_of
 
+pytestmark = pytest.mark.slow
+
 CELL = """
 import os, subprocess, sys, time
 own_group = subprocess.Popen(["sleep", "600"], process_group=0)

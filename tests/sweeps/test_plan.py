@@ -9,6 +9,8 @@ from engine.timeline import Interval, Timeline
 from sweeps.outlook import built
 from sweeps.plan import WIDTH, compose_plan, main, memory_lines, report, timeline_lines
 
+pytestmark = pytest.mark.slow
+
 ELSEWHERE = ["model=qwen2.5-7b", "+rates=h200_16cores"]
 
 

@@ -16,6 +16,8 @@ from engine import Machine, Rates
 from sweeps.config import cell_from
 from sweeps.result import Row, read_rows
 
+pytestmark = pytest.mark.slow
+
 FILES = sorted((Path(analysis.__file__).parent / "results").rglob("*.jsonl"))
 OPTIONS = {
     "device_optimizer": "device_blocks",

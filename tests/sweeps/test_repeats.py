@@ -14,6 +14,8 @@ from sweeps.identity import configuration
 from sweeps.outlook import Outlook, outlook_here
 from tests.sweeps.test_config import composed
 
+pytestmark = pytest.mark.slow
+
 HEADLINE = sorted(path.stem for path in (auto.CONF / "experiment").glob("zero3_*.yaml"))
 
 

@@ -47,6 +47,7 @@ def test_a_command_leaves_nothing_to_the_next_one_of_the_process(
     assert f"[1/1] in_memory: skipped, {cell.hash} is already nonfinite" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_it_was")
 @pytest.mark.parametrize("by", [[], ["hydra/launcher=basic"]], ids=["ours", "hydra"])
 def test_hydra_runs_the_same_cells_in_the_same_order(

@@ -26,6 +26,8 @@ from sweeps.result import Row, history, packed, unpacked
 from sweeps.upload import config_of
 from tests.made_rows import curve, plan, row, save
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {
     "system": {"dtype": "bfloat16", "depth": 2},
