@@ -1,7 +1,5 @@
 """From rows to tables, figures and pages. `python -m analysis --help` lists the commands."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -12,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from analysis import figures, pages, record, report, studies, whole
+from analysis.figures import style
 from sweeps.command_line import Parser, mend_streams
 
 PIPED_WIDTH = 110
@@ -87,11 +86,10 @@ def _figures(options: argparse.Namespace) -> list[Path]:
     """The pictures and, beside a format for papers, the tables as LaTeX."""
     lines = record.lines(options.results)
     in_record = options.format == "png" and options.out is None
-    folder = options.out or (
-        options.results / pages.FIGURES if in_record else Path("outputs/figures")
-    )
-    drawn = figures.pictures(lines, options.results, options.format)
-    wanted = {folder / f"{name}.{options.format}": content for name, content in drawn}
+    place = options.results / pages.FIGURES if in_record else Path("outputs/figures")
+    folder, kind = options.out or place, options.format
+    drawn = figures.all_figures(lines, options.results)
+    wanted = {folder / f"{name}.{kind}": style.drawn(draw, kind) for name, draw in drawn}
     if not in_record:
         tables = {study.name: report.latex(study, mine) for study, mine in studies.shown(lines)}
         wanted |= {folder / f"{name}.tex": text.encode() for name, text in tables.items()}

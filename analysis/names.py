@@ -1,7 +1,5 @@
 """What a system is called and in which colour it is drawn, everywhere the same."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

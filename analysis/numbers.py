@@ -9,8 +9,6 @@ engine nor the reference. Of several lines that fit, the fastest counts. Invaria
 are exactly what its markers give, or a test fails.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any
@@ -158,8 +156,3 @@ def fill(text: str, lines: pd.DataFrame) -> str:
         return f"<!--{{{kind}:{what}}}-->{number(kind, what, lines)}<!--/-->"
 
     return MARKER.sub(filled, text)
-
-
-def plain(text: str) -> str:
-    """The page without what markers fill, for the test that prose types no number by itself."""
-    return MARKER.sub("", text)

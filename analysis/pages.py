@@ -6,8 +6,6 @@ Invariant: the same rows give the same bytes; a page is written whole or not at 
 is typed by hand but the question and the command, which studies.yaml has.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -8,8 +8,6 @@ All three are written by `python -m analysis add PATH`, never by hand. Invariant
 once, a file only grows, and a file appears whole or not at all.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -75,10 +73,8 @@ def add(sources: Iterable[Path], results: Path = RESULTS) -> list[str]:
     text = {source: _lines(source) for source in found["source"].unique()}
     copied = found["experiment"] != [config.get("experiment") for config in found["config"]]
     for _, row in pd.concat([found[~copied], found[copied]]).iterrows():
-        place, key = (
-            f"{studies.study_of(row['experiment'])}/{row['run']}",
-            (row["cell"], row["started_at"]),
-        )
+        place = f"{studies.study_of(row['experiment'])}/{row['run']}"
+        key = (row["cell"], row["started_at"])
         if key not in filed:
             new[place].append(text[row["source"]][row["position"]])
             filed[key] = place

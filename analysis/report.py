@@ -6,9 +6,8 @@ One section a study. Invariant: reads rows, never changes them, and draws everyt
 writes anything.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,9 +62,9 @@ def report(
     texts, pictures = [], _timelines(beside, folder)
     for number, section in enumerate(told, 1):
         stem = "report" if len(told) == 1 else f"report-{number}"
-        drawable = section.lines["tokens_per_s"].notna().any() and section.study.figure != "none"
+        drawable = figures.drawable(*section)
         for kind in ("png", "pdf") if drawable else ():
-            drawn = style.drawn(lambda one=section: figures.of_study(*one), kind)  # type: ignore[misc]
+            drawn = style.drawn(partial(figures.of_study, *section), kind)
             pictures[folder / f"{stem}.{kind}"] = drawn
         texts.append(markdown(section, f"{stem}.png" if drawable else ""))
         console.print(Markdown(markdown(section, "")))
@@ -84,5 +83,5 @@ def _timelines(folder: Path, out: Path) -> dict[Path, bytes]:
     for path in sorted((folder / "traces").glob(f"*{timeline.SUFFIX}")):
         steps = timeline.load(path)
         target = out / f"{path.name.removesuffix('.json')}.png"
-        drawn[target] = style.drawn(lambda steps=steps: step.draw(steps, steps[0].name))  # type: ignore[misc]
+        drawn[target] = style.drawn(partial(step.draw, steps, steps[0].name))
     return drawn

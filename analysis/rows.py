@@ -5,8 +5,6 @@ is derived is derived here; the frame is the same whichever way its rows came. A
 boot of one machine measured for one study; two runs stand side by side.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -75,7 +73,8 @@ def _found(source: Path | str) -> Iterator[Path | str]:
     if not path.exists():
         allowed = "name a rows file, a folder of some, or wandb:entity/project"
         raise ValueError(f"{path}: no such file or folder; {allowed}")
-    files = [path] if path.is_file() else sorted(path.rglob("*.jsonl")) or runs.files_in(path)
+    inside = sorted(path.rglob("*.jsonl")) or sorted(path.rglob("run-*.wandb"))
+    files = [path] if path.is_file() else inside
     if not files:
         why = "no *.jsonl and no W&B run in this folder"
         raise ValueError(f"{path}: {why}; run a bench first (make bench)")

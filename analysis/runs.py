@@ -5,8 +5,6 @@ makes the row of the JSONL that was uploaded. A run that lacks a part is an erro
 curve.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import threading
@@ -26,11 +24,6 @@ ONLINE = re.compile(
 """wandb:entity/project, then @group and #tag where only those runs are meant."""
 END_S = 5.0
 """What W&B's service gets to end by itself after the program that asked it."""
-
-
-def files_in(folder: Path) -> list[Path]:
-    """The .wandb files of the runs in a folder, oldest first."""
-    return sorted(folder.rglob("run-*.wandb"))
 
 
 def offline(files: Iterable[Path]) -> list[Tagged]:

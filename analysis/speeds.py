@@ -9,8 +9,6 @@ Invariant: fewer than three samples give no interval rather than a narrow one, a
 two runs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,8 +160,3 @@ def comparable(found: pd.DataFrame) -> pd.Series:
 def fastest(found: pd.DataFrame) -> Any:
     """The line with the highest speed."""
     return found.sort_values("tokens_per_s", kind="stable").iloc[-1]
-
-
-def slowest(found: pd.DataFrame) -> Any:
-    """The line with the lowest speed."""
-    return found.sort_values("tokens_per_s", kind="stable").iloc[0]

@@ -1,7 +1,5 @@
 """What each study asks and how it is shown: from studies.yaml, or inferred from its rows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache

@@ -4,8 +4,6 @@ Invariant: a faster line with other numerics is labelled and stands below what i
 not measured says why.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from typing import Any
@@ -17,17 +15,7 @@ from analysis.studies import Study
 from sweeps.agreement import REFERENCE, STAND_IN
 
 NONE = "—"
-WORDS = (
-    "answer",
-    "machine",
-    "commit",
-    "state",
-    "losses",
-    "system",
-    "model",
-    "doubt",
-    "the paper's machine",
-)
+WORDS = {"answer", "machine", "commit", "state", "losses", "system", "model", "doubt"}
 """Columns of words, which stand to the left."""
 REFUSAL = re.compile(r"needs ([\d,]+) bytes of (\w+) memory, .*?([\d,]+)")
 CPU_NOTE = "CPU speeds prove wiring and numerics; they say nothing about GPUs."
@@ -134,12 +122,9 @@ def axes(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
             found = speeds.ratio(line, base)
             change = found.short if study.of_systems else found.short_change
         cells = {names.setting(path): value(line, path) for path in (study.x, study.hue) if path}
-        if study.value == "tflops_6p":
-            tflops = line["tflops_6p"]
-            change_of = {"TFLOPS": NONE if pd.isna(tflops) else f"{tflops:.0f}", over: change}
-        else:
-            change_of = {over: change}
-        told.append(cells | _speed(line) | change_of | _memory(line))
+        work = NONE if pd.isna(line["tflops_6p"]) else f"{line['tflops_6p']:.0f}"
+        tflops = {"TFLOPS": work} if study.value == "tflops_6p" else {}
+        told.append(cells | _speed(line) | tflops | {over: change} | _memory(line))
     return pd.DataFrame(told)
 
 
@@ -194,7 +179,7 @@ def base_title(study: Study) -> str:
 
 def markdown(table: pd.DataFrame) -> str:
     """The table as a page shows it: words to the left, numbers to the right."""
-    words = [table.columns[0], *WORDS]
+    words = {table.columns[0], "the paper's machine", *WORDS}
     align = ["left" if name in words else "right" for name in table.columns]
     text = str(table.to_markdown(index=False, colalign=align, disable_numparse=True))
     return re.sub(r"-{3,}", "---", re.sub(r" {2,}", " ", text))

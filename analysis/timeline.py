@@ -6,8 +6,6 @@ and maybe the same under "predicted". Invariant: what is busy or hidden follows 
 alone, so a measured and a predicted step go through the same lines.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

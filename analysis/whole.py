@@ -1,7 +1,5 @@
 """How this room writes a file: whole or not at all, at whatever moment its writer is killed."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

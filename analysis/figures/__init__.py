@@ -4,8 +4,6 @@ A figure of a study is named by its `figure` in studies.yaml. A figure of the wh
 file here with a TITLE and a `draw(lines)`: it is drawn and shown because it is here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
@@ -17,7 +15,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from analysis import studies, timeline
-from analysis.figures import bars, comparison, curves, losses, memory, step, style
+from analysis.figures import bars, comparison, curves, losses, memory, step
 from analysis.studies import Study
 
 STUDIES: dict[str, Callable[[Study, pd.DataFrame], Figure]] = {
@@ -37,9 +35,8 @@ def of_study(study: Study, lines: pd.DataFrame, beside: pd.DataFrame | None = No
 
 def drawable(study: Study, lines: pd.DataFrame) -> bool:
     """Whether the study has a figure and anything for it."""
-    return study.figure != "none" and bool(
-        studies.leading(study, lines)["tokens_per_s"].notna().any()
-    )
+    measured = studies.leading(study, lines)["tokens_per_s"].notna()
+    return study.figure != "none" and bool(measured.any())
 
 
 def overviews() -> dict[str, ModuleType]:
@@ -66,11 +63,3 @@ def _leads(lines: pd.DataFrame, wanted: tuple[str, ...]) -> pd.DataFrame:
     """The leading runs of these studies."""
     shown = [studies.leading(*one) for one in studies.shown(lines) if one[0].name in wanted]
     return pd.concat([lines[:0], *shown])
-
-
-def pictures(
-    lines: pd.DataFrame, results: Path, format: str = "png"
-) -> Iterator[tuple[str, bytes]]:
-    """(name, bytes) of every picture, in the house's look."""
-    for name, draw in all_figures(lines, results):
-        yield name, style.drawn(draw, format)

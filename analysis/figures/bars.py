@@ -1,7 +1,5 @@
 """One bar a setting of a study, in order, each with its interval and its change from its base."""
 
-from __future__ import annotations
-
 import pandas as pd
 from matplotlib.figure import Figure
 

@@ -1,7 +1,5 @@
 """Systems of one run: throughput with its interval and ratio, and the memory that each takes."""
 
-from __future__ import annotations
-
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure

@@ -1,7 +1,5 @@
 """What a study varies along x, one line a hue: throughput with its intervals."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

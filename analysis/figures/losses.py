@@ -1,7 +1,5 @@
 """How far the losses of a study's lines lie from those of its fp32 master, step by step."""
 
-from __future__ import annotations
-
 import pandas as pd
 from matplotlib.figure import Figure
 

@@ -1,7 +1,5 @@
 """What fills the memory of each system: device as planned and its peak, host as observed."""
 
-from __future__ import annotations
-
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch

@@ -1,7 +1,5 @@
 """Throughput against the memory that it takes, device and host together: one panel a model."""
 
-from __future__ import annotations
-
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D

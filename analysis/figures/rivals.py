@@ -1,7 +1,5 @@
 """How many times as fast `fast` is as each rival: a mark a run, a panel a size."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 
@@ -43,9 +41,7 @@ def draw(lines: pd.DataFrame) -> Figure:
     heights = [told[told["model"] == model].groupby(RIVAL).ngroups for model in models]
     tall = 0.8 + 0.235 * sum(heights) + 0.25 * len(models)
     figure = Figure(figsize=(style.PAGE_IN * 0.86, tall))
-    panels = figure.subplots(len(models), 1, sharex=True, height_ratios=heights, squeeze=False)[
-        :, 0
-    ]
+    panels = figure.subplots(len(models), height_ratios=heights, sharex=True, squeeze=False).flat
     for axes, model in zip(panels, models, strict=True):
         _panel(axes, told[told["model"] == model], str(model))
     words: Any = {"fontsize": 6.5, "color": style.ALARM, "va": "top"}

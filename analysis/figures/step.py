@@ -1,7 +1,5 @@
 """The lanes over a recorded step: what each does when; several steps share one axis."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
@@ -32,9 +30,7 @@ def draw(steps: Sequence[Step], title: str) -> Figure:
     ordered = sorted(steps, key=lambda step: -step.step_s)
     heights = [len(step.lanes) for step in ordered]
     figure = Figure(figsize=(style.PAGE_IN, 1.1 + sum(0.3 + 0.17 * lanes for lanes in heights)))
-    panels = figure.subplots(len(ordered), 1, sharex=True, squeeze=False, height_ratios=heights)[
-        :, 0
-    ]
+    panels = figure.subplots(len(ordered), height_ratios=heights, sharex=True, squeeze=False).flat
     for axes, step in zip(panels, ordered, strict=True):
         _panel(axes, step)
     panels[-1].set(

@@ -1,7 +1,5 @@
 """What every figure shares: look, bars, intervals, and bytes that never change."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from pathlib import Path

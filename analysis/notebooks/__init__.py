@@ -3,8 +3,6 @@
 python -m analysis.notebooks          # execute all of them again
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

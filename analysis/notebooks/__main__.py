@@ -6,8 +6,6 @@
 Invariant: the same rows give the same file: no times, no counters, no paths of this machine.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

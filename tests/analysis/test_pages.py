@@ -44,7 +44,7 @@ def test_deleting_the_pages_and_running_again_restores_them(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", pages.FILLED)
 def test_prose_types_no_measured_number(name: str) -> None:
-    text = pages.TABLE.sub("", numbers.plain((pages.ROOT / name).read_text()))
+    text = pages.TABLE.sub("", numbers.MARKER.sub("", (pages.ROOT / name).read_text()))
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL).replace(CLAIM, "")
     assert TYPED.findall(prose) == []
     assert COUNTED.findall(prose) == []
