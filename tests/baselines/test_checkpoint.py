@@ -27,6 +27,8 @@ from baselines.system import ModelSpec, Shape, SystemSpec
 from engine import EngineConfig, MegaTrain, Recipe, store
 from tests.models import make_batch, train
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 SMALL = {

@@ -18,6 +18,8 @@ from baselines.system import ModelSpec, Shape, SystemSpec, Unsupported
 from engine import Batch, Recipe, RefusedError
 from tests.models import COMMON, engine_gradients, make_engine, make_model, weights_of
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = [[[5, 4, 7], [1, 15]], [[16], [2, 1, 6, 7]]]
 """Micro-batches, rows, documents; some are one token long, one fills its row."""
 FAMILIES = {

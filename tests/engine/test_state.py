@@ -20,6 +20,8 @@ from safetensors.torch import load_file, save_file
 from engine import MegaTrain, Recipe, state
 from tests.models import make_engine, make_model, train
 
+pytestmark = pytest.mark.slow
+
 LAST, OTHER = (
     "block-0004.safetensors",
     "block-0003.safetensors",

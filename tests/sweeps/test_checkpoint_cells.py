@@ -12,6 +12,8 @@ from sweeps.config import Cell, cell_from
 from sweeps.identity import digest, hashed, published
 from tests.baselines.test_checkpoint import NORM, made, saved
 
+pytestmark = pytest.mark.slow
+
 
 def composed(folder: Path, *overrides: str) -> Cell:
     auto.register("cpu")

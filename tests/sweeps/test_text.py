@@ -22,6 +22,8 @@ from sweeps.config import Cell, Data, cell_from
 from sweeps.identity import digest, hashed, published
 from sweeps.packing import Documents, PackedStream, Part, Piece
 
+pytestmark = pytest.mark.slow
+
 IGNORED = -100
 MARKED = (
     "{% for m in messages %}<|{{ m['role'] }}|>{% if m['role'] == 'assistant' %}"
