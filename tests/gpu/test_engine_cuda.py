@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -71,6 +72,83 @@ def test_any_pipeline_gives_identical_bits(clip_norm):
         assert found[0] == reference[0], (depth, streams, interval, slabs)
         for name, value in found[1].items():
             assert torch.equal(value, reference[1][name]), (name, depth, streams, interval, slabs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"device_optimizer": 3, "keep_activations": 2},
+        {"offload_activations": 2, "late_moments": True},
+    ],
+    ids=str,
+)
+def test_a_state_written_beside_training_is_that_of_its_own_step(options, tmp_path):
+    """And resumes bit for bit; under streaming with the same state, whose updates on the CPU round
+    otherwise than those on the device."""
+    model, recipe = make_model("qwen2", dtype=torch.bfloat16, **SHAPE), Recipe(lr=1e-3)
+    batches = [make_batch(seed, rows=4, seq_len=128, vocab=512) for seed in range(6)]
+
+    def engine(**options):
+        return make_engine(
+            model, batch=batches[0], device="cuda", recipe=recipe, loss_chunk=256, **options
+        )
+
+    found = {}
+    for way in ("save", "beside"):
+        running = engine(**options)
+        losses = [running.train_step(batch) for batch in batches[:3]]
+        if way == "save":
+            running.save(tmp_path / way)
+        else:
+            running.save_beside(tmp_path / way, room=1 << 40)
+        losses += [running.train_step(batch) for batch in batches[3:]]
+        running.saved()
+        found[way] = [loss.item() for loss in losses], dict(running.parameters())
+        running.close()
+    for path in (tmp_path / "save").glob("block-*"):
+        assert (tmp_path / "beside" / path.name).read_bytes() == path.read_bytes(), path.name
+    resumed = engine(**options)
+    resumed.resume(tmp_path / "beside")
+    losses = [resumed.train_step(batch) for batch in batches[3:]]
+    assert [loss.item() for loss in losses] == found["save"][0][3:] == found["beside"][0][3:]
+    for name, value in resumed.parameters():
+        assert torch.equal(value, found["save"][1][name]), name
+    resumed.close()
+    streamed = engine()
+    streamed.resume(tmp_path / "beside")
+    streamed.save(tmp_path / "streamed")
+    for path in (tmp_path / "save").glob("block-*"):
+        assert (tmp_path / "streamed" / path.name).read_bytes() == path.read_bytes(), path.name
+    streamed.close()
+
+
+def test_packed_documents_take_no_synchronisation_and_train_as_in_memory():
+    """The masks of packed documents are made on the device."""
+    skip_packed_sequence_check()
+    model = make_model("qwen2", dtype=torch.float32, **SHAPE)
+    places = torch.cat([torch.arange(50), torch.arange(78)])
+    losses = {}
+    for device in ("cpu", "cuda"):
+        batches = [make_batch(seed, rows=4, seq_len=128, vocab=512) for seed in range(4)]
+        packed = [
+            replace(batch, position_ids=places.expand_as(batch.tokens).contiguous())
+            for batch in batches
+        ]
+        engine = make_engine(
+            model, batch=packed[0], device=device, recipe=Recipe(lr=1e-3), loss_chunk=256
+        )
+        found = [engine.train_step(packed[0])]  # the first looks at the masks
+        engine.drain()
+        torch.cuda.set_sync_debug_mode("error" if device == "cuda" else "default")
+        try:
+            found += [engine.train_step(batch) for batch in packed[1:]]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        engine.drain()
+        losses[device] = [loss.item() for loss in found]
+        engine.close()
+    assert losses["cuda"] == pytest.approx(losses["cpu"], abs=2e-3)
 
 
 @pytest.mark.parametrize("clip_norm", [1.0, 0.0])
