@@ -101,7 +101,7 @@ def children(pid: int) -> list[int]:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["model=nope"], "model: got 'nope', allowed auto, qwen2.5-0.5b"),
+        (["model=nope"], "model: got 'nope', allowed auto, checkpoint, qwen2.5-0.5b"),
         (["system=nope"], "system: got 'nope', allowed fsdp2, fsdp2_compiled, fsdp2_grad_op"),
         (["+experiment=nope"], "experiment: got 'nope', allowed h200_"),
         (
@@ -168,7 +168,7 @@ def test_a_mistyped_config_is_one_line(overrides: list[str], words: str) -> None
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["model=nope"], "model: got 'nope', allowed auto, qwen2.5-0.5b"),  # Hydra refuses
+        (["model=nope"], "model: got 'nope', allowed auto, checkpoint, qwen2.5-0.5b"),  # Hydra refuses
         (
             ["system=megatrain", "system.depth=0"],
             "system.depth: got 0, allowed",

@@ -35,7 +35,7 @@ FACTORS: dict[str, Callable[[int], float]] = {
 def quickstart() -> tuple[SystemSpec, tuple[Batch, ...]]:
     """What `make bench` trains without a GPU, in fp32, and its first batches."""
     cell = composed("+experiment=quickstart")
-    batches = data.batches(data.corpus_of(cell.data), cell.shape, cell.seed)
+    batches = data.ByteStream(data.corpus_of(cell.data), cell.shape, cell.seed)
     spec = SystemSpec(
         model=cell.model, shape=cell.shape, recipe=recipe("constant"), dtype=torch.float32
     )
