@@ -168,7 +168,10 @@ def test_a_mistyped_config_is_one_line(overrides: list[str], words: str) -> None
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["model=nope"], "model: got 'nope', allowed auto, checkpoint, qwen2.5-0.5b"),  # Hydra refuses
+        (
+            ["model=nope"],
+            "model: got 'nope', allowed auto, checkpoint, qwen2.5-0.5b",
+        ),  # Hydra refuses
         (
             ["system=megatrain", "system.depth=0"],
             "system.depth: got 0, allowed",
