@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,7 +32,7 @@ from baselines.checkpoint_folder import (
 )
 from baselines.model import build_skeleton, initial_weights
 from baselines.system import ModelSpec
-from engine import whole_directory
+from engine import sync, whole_directory
 
 FLOATS = ("F32", "BF16", "F16")
 """Dtypes of stored parameters that training can start from."""
@@ -296,7 +295,7 @@ def export(
         if spec.checkpoint is not None:
             _copy_tokenizer(Path(spec.checkpoint), folder)
         for path in (*folder.iterdir(), folder):
-            _sync(path)
+            sync(path)
 
 
 def _checked(
@@ -419,12 +418,3 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
     for path in sorted({path for pattern in TOKENIZER for path in source.glob(pattern)}):
         if path.is_file():
             shutil.copyfile(path, folder / path.name)
-
-
-def _sync(path: Path) -> None:
-    """Return when the file's bytes, or the folder's names, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,13 +11,13 @@ from collections.abc import Iterable
 
 import torch
 
-from engine import saving
 from engine.adamw import AdamW
 from engine.blocks import Blocks
 from engine.config import EngineConfig
 from engine.executor import Executor
 from engine.lanes import CudaLanes, Lanes, SerialLanes
 from engine.layers.decoder import Decoder
+from engine.loading import load
 from engine.recipe import Batch, Recipe
 from engine.sizes import StoreSpec, Work
 from engine.state import Saver
@@ -60,7 +60,7 @@ class Trainer:
         optimizer = AdamW(self.recipe, num_threads=self.num_threads, use_native=use_native)
         spec = StoreSpec.of(self.blocks, self.work, self.config, self.device)
         self._store = Store(spec, device=self.device)
-        saving.load(self._store, self._decoder, weights)
+        load(self._store, self._decoder, weights)
         self._saver = Saver(self._store)
         if self._lanes is None:
             names = list(dict.fromkeys(LANES[self.blocks.streams].values()))
