@@ -28,7 +28,7 @@ LEFT_OUT = shutil.ignore_patterns("__pycache__", "results")
 CATALOGUE_TESTS = "tests/mutants/test_mutants.py"
 LIMIT_S = 1800
 """Seconds for one run of tests; a change that makes them hang was noticed."""
-QUICK = ("-q", "-x", "-m", "not gpu and not slow", "-p", "no:cacheprovider", "--timeout=300")
+PYTEST = ("-q", "-x", "-m", "not gpu", "-p", "no:cacheprovider", "--timeout=300")
 
 Tests = tuple[str, ...]
 Found = dict[str, str]
@@ -96,7 +96,7 @@ def _noticed(scratch: Path, mutant: Mutant | None, tests: Tests) -> str:
 def _first_failure(tree: Path, cache: Path, tests: Tests) -> str:
     """What fails first in `tree`; its kernels are compiled into `cache`, apart from the user's."""
     environment = os.environ | {"XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", *QUICK, *tests]
+    command = [sys.executable, "-m", "pytest", *PYTEST, *tests]
     kept = {"capture_output": True, "text": True}
     try:
         done = subprocess.run(command, cwd=tree, env=environment, timeout=LIMIT_S, **kept)

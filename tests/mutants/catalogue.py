@@ -272,6 +272,13 @@ MUTANTS = (
         ("C4", "os.rename(whole, directory)", "shutil.copytree(whole, directory)"),
     ),
     *_changes(
+        "layers/packing.py",
+        "test_packed.py",
+        ("J1", "position_ids[:, :1] - 1, dim=-1) != 1", "position_ids[:, :1] - 1, dim=-1) > 1"),
+        ("J2", "(_seen(mask) & across).any()", "False"),
+        ("J3", "isinstance(module, nn.Conv1d)", "False"),
+    ),
+    *_changes(
         "state.py",
         WHOLE,
         ("C1", '"extra", "exp_avg", "exp_avg_sq")', '"extra", "exp_avg")'),
