@@ -19,7 +19,15 @@ from baselines import distributed
 from baselines.model import config_of
 from baselines.options import CommonOptions, parse_options
 from baselines.system import SystemSpec, Unsupported
-from engine import Batch, NonFiniteLossError, Recipe, dtype_name, whole_directory
+from engine import (
+    Batch,
+    NonFiniteLossError,
+    Recipe,
+    dtype_name,
+    require_sealed,
+    seal,
+    whole_directory,
+)
 
 NOT_TAKEN = "no optimizer step was taken"
 STATE = "state.pt"
@@ -109,6 +117,7 @@ class TorchRival(Rival):
         moments = {name: dict(state) for name, _, state in held}
         with whole_directory(directory) as partial:
             torch.save({"master": master, "moments": moments, "step": self._step}, partial / STATE)
+            seal(partial)
 
     @torch.no_grad()
     def resume(self, directory: Path) -> None:
@@ -127,6 +136,7 @@ def _load_state(directory: Path, num_params: int) -> dict[str, Any]:
             f"resume: got {directory}, allowed a directory that save() wrote; give that of the "
             "same system"
         )
+    require_sealed(path.parent)
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if len(state["master"]) != num_params:
         raise ValueError(

@@ -17,7 +17,7 @@ from engine.planner.placement import USABLE_DEVICE
 from engine.planner.planner import HOST_OVERHEAD, Machine
 from engine.planner.rates import Rates
 from engine.recipe import IGNORE_INDEX, Batch, NonFiniteLossError, Recipe
-from engine.saving import sync, whole_directory
+from engine.saving import require_sealed, seal, sync, whole_directory
 from engine.sizes import (
     Plan,
     Widths,
@@ -59,6 +59,8 @@ __all__ = [
     "packed",
     "pinned_rounding",
     "refuse_mixing",
+    "require_sealed",
+    "seal",
     "sync",
     "whole_directory",
 ]

@@ -21,7 +21,15 @@ from baselines.loss import CausalLMLoss, loss_of
 from baselines.model import materialise
 from baselines.rival import NOT_TAKEN, Rival, adamw_settings, micro_batches, raise_unless_finite
 from baselines.system import SystemSpec, Unsupported
-from engine import Batch, NonFiniteLossError, Plan, dtype_name, whole_directory
+from engine import (
+    Batch,
+    NonFiniteLossError,
+    Plan,
+    dtype_name,
+    require_sealed,
+    seal,
+    whole_directory,
+)
 
 TAG = "step"
 """The name of the one checkpoint in a directory, as DeepSpeed counts them."""
@@ -159,6 +167,7 @@ class DeepSpeed(Rival):
         self.drain()
         with whole_directory(directory) as partial:
             self._engine.save_checkpoint(str(partial), tag=TAG, client_state={"step": self._step})
+            seal(partial)
 
     def resume(self, directory: Path) -> None:
         """Continue where `save` was called; DeepSpeed wants a system that was just set up."""
@@ -167,6 +176,7 @@ class DeepSpeed(Rival):
                 f"resume: got {directory}, allowed a directory that save() wrote; give that of the "
                 "same system"
             )
+        require_sealed(Path(directory))
         _, state = self._engine.load_checkpoint(
             str(directory), tag=TAG, load_lr_scheduler_states=False
         )

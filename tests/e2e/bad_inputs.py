@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from sweeps import train
+
 LIMIT_S = 60
 AT_ONCE = 2
 """Processes."""
@@ -443,6 +445,56 @@ TABLE = {
         system=in_memory +system.nope=1 => nope
         system=fsdp2 +system.nope=1 => nope
     """,
+    "sweeps.train": """
+        # what the run is to be
+        => train.steps: got neither steps nor epochs, allowed one of the two
+        train.steps=3 train.epochs=1 => train.steps: got steps and epochs, allowed one
+        train.steps=0 => train.steps: got 0, allowed an integer >= 1
+        train.steps=x => train.steps: got 'x', allowed an integer
+        train.steps=1.5 => train.steps: got 1.5
+        train.steps=true => train.steps: got True
+        train.epochs=0 => train.epochs: got 0, allowed a number > 0
+        train.epochs=inf => train.epochs: got inf
+        train.epochs=yes => train.epochs: got
+        train.steps=3 train.save_every=-1 => train.save_every: got -1, allowed an integer >= 0
+        train.steps=3 train.save_every=null => train.save_every: got None
+        train.steps=3 train.keep=0 => train.keep: got 0, allowed an integer >= 1
+        train.steps=3 train.room=-1 => train.room: got -1
+        train.steps=3 train.evaluate_every=-5 => train.evaluate_every: got -5
+        train.steps=3 train.evaluate_tokens=0 => train.evaluate_tokens: got 0
+        train.steps=3 train.export=3 => train.export: got 3
+        train.steps=3 train.export=folder => train.export: got folder, which exists
+        train.steps=3 train.export_dtype=float16 => train.export_dtype: got 'float16', allowed bfloat16, float32
+        train.nope=3 => train.nope: got '3', an unknown field, allowed epochs
+        train=3 => train: got 3, allowed a group
+        ~train => train: got nothing
+        steps=3 => steps: got '3', an unknown field
+        train.steps=2,3 => train.steps: got '2,3', allowed one value
+        train.steps=3 system=zero3,fsdp2 => system: got 'zero3,fsdp2', allowed one value
+        --multirun train.steps=3 => command line: got --multirun
+        train.steps => train.steps: got an override that Hydra cannot read
+        train.steps=3 ~recipe => recipe: got nothing
+        train.steps=3 recipe.schedule=linear recipe.warmup_steps=9 => recipe.total_steps: got 3, allowed > recipe.warmup_steps
+        # where it is to be
+        train.steps=3 output_dir=file => output_dir: got 'file', which is no folder
+        train.steps=3 output_dir=file/a => output_dir: got 'file/a'
+        # whether it can be
+        train.steps=3 system=nope => system: got 'nope', allowed fsdp2
+        train.steps=3 system.depth=0 => system.depth: got 0
+        train.steps=3 system.nope=0 => system.nope: got
+        train.steps=3 machine.host_bytes=1000 => allowed 1,000; choose a smaller model
+        train.steps=3 machine.device=cuda => machine.device: got 'cuda', allowed cpu
+        train.steps=3 model=checkpoint model.checkpoint=nope => nope, which is no folder
+        train.steps=3 model=checkpoint model.checkpoint=lacking => lacking, which lacks
+        train.steps=3 model=checkpoint model.checkpoint=torn => torn, whose model.safetensors cannot be read
+        train.steps=3 model=checkpoint model.checkpoint=encoder => encoder, which is of BertForMaskedLM
+        train.steps=3 data=text data.files=nope.txt => data.files: got 'nope.txt', which is no file
+        train.steps=3 data=text data.files=empty.jsonl => data.files: got 'empty.jsonl', which is empty
+        train.steps=3 data=text data.files=words.jsonl => data
+        train.epochs=1 data=text data.files=words.jsonl => data
+        train.steps=3 data=text data.files=words.jsonl data.tokenizer=folder => data.tokenizer: got 'folder'
+        train.steps=3 shape.seq_len=100000000 => shape.seq_len: got
+    """,
     "sweeps.ceilings": """
         --rounds 0 => --rounds
         --rounds -1 => --rounds
@@ -628,6 +680,7 @@ def main() -> int:
     """Try every line, and print what came of it: a list of code, stderr and files left, in the
     order of the table."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    os.environ[train.STARTED] = "1"  # it would become another process, which nothing is known to
     rows = Path(sys.argv[1]).read_text().splitlines()[0] + "\n"
     root = Path(tempfile.mkdtemp())
     os.environ["HF_DATASETS_CACHE"] = str(root / "cache")

@@ -2,6 +2,7 @@
 lost, torn, doubled or left running.
 
     python -m tests.e2e.kill_loop --kills 300 --seed 0      (two or three seconds a kill)
+    python -m tests.e2e.kill_loop --of training --kills 1000       (tests/e2e/kill_training.py)
 
 Of studies of two cells the parent, the cell or all die; then reports on the rows are killed, and
 uploads of them. The commands are the real ones, in processes that are forked once their
@@ -31,6 +32,7 @@ from analysis import __main__ as analysis
 from analysis import rows as frames
 from sweeps import run
 from sweeps.result import read_rows
+from tests.e2e import kill_training
 from tests.e2e.test_sweeps_cli import SMALL
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -210,7 +212,6 @@ def uploaded() -> int:
 
 def run_loop(kills: int, seed: int, folder: Path, patience_s: float = GONE_S) -> str:
     """The whole loop in an empty folder; what was done, in one line."""
-    os.environ[MARK] = f"{os.getpid()}-{time.monotonic_ns()}"
     (folder / "path").mkdir()
     (folder / "path" / "sitecustomize.py").write_text(DAEMON)
     os.environ["PYTHONPATH"] = f"{folder / 'path'}:{ROOT}"
@@ -239,13 +240,18 @@ def run_loop(kills: int, seed: int, folder: Path, patience_s: float = GONE_S) ->
 def main() -> int:
     """Print one line; an AssertionError says what did not hold."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--of", choices=("studies", "training"), default="studies")
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--patience", type=float, default=GONE_S, help="seconds to be gone in")
     options = parser.parse_args()
+    os.environ[MARK] = f"{os.getpid()}-{time.monotonic_ns()}"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
-            print(run_loop(options.kills, options.seed, Path(folder), options.patience))
+            if options.of == "training":
+                print(kill_training.run_loop(options.kills, options.seed, Path(folder)))
+            else:
+                print(run_loop(options.kills, options.seed, Path(folder), options.patience))
         finally:
             kill(ours())
     return 0

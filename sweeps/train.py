@@ -1,0 +1,368 @@
+"""Trains one system for as long as it takes: saves states, evaluates, goes on where it was.
+
+    python -m sweeps.train system=megatrain_fast model=checkpoint model.checkpoint=PATH \\
+        data=text data.files=TEXT data.tokenizer=PATH train.epochs=2 train.export=NEW
+
+Started again with the same output_dir it goes on from the last state that was saved. SIGTERM and
+Ctrl-C have it save and end with 75, time_limit_s too; a second one ends it at once. Exit code 0
+where all steps were taken, 1 where the run failed, 2 where the configuration is at fault.
+
+Invariant: what is wrong with a configuration is one line before anything is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from rich.console import Console as Terminal
+
+from baselines.checkpoint import export, starting_weights
+from baselines.model_check import require_runnable
+from sweeps import auto, environment, lock
+from sweeps.cell import cap_device_memory
+from sweeps.command_line import mend_streams
+from sweeps.config import DTYPES, Cell, build_group, cell_from, require
+from sweeps.errors import USER_ERRORS, one_line, overrides_in, parse
+from sweeps.follow import Follower
+from sweeps.generations import Generations, replace_file
+from sweeps.identity import digest, published
+from sweeps.isolate import verdict
+from sweeps.outlook import built, outlook_of
+from sweeps.text import stream_of
+from sweeps.training import Train, Training, duration
+
+STARTED = "MEGATRAIN_TRAIN"
+"""Environment variable of a process that has its environment and its numactl already."""
+STOPPED = 75
+"""Exit code of a run that was stopped and goes on when the command is given again."""
+EVERY_S = 10.0
+"""Seconds between two lines, where the output is no terminal."""
+BYTES_A_PARAMETER = 12
+"""Of a state: fp32 master and two moments."""
+SPARE = 0.05
+"""Share of the host's memory that copies of states leave free beside the plan."""
+
+
+def compose_train(overrides: Sequence[str]) -> tuple[Cell, Train]:
+    """The run that a command line names. ValueError, one line, for what is wrong with it."""
+    for item in parse(overrides):
+        if item.is_sweep_override():
+            raise ValueError(
+                f"{item.key_or_group}: got {item.get_value_string()!r}, allowed one value, for a "
+                "run is of one system; start one after the other"
+            )
+    auto.register()
+    with initialize_config_dir(str(auto.CONF), version_base="1.3"):
+        cfg = compose("train", list(overrides))
+    OmegaConf.set_struct(cfg, False)
+    require("", cfg, ("train", "recipe"))
+    given = cfg.pop("train")
+    if OmegaConf.is_config(given):
+        given = OmegaConf.to_container(given, resolve=True)
+    train = build_group(Train, "train", {"train": given})
+    counted = cfg.recipe.get("total_steps") is None
+    if counted:  # as long as it may be, until the text says how long an epoch is
+        cfg.recipe.total_steps = 1 << 62
+    plain = auto.resolve(cfg)
+    if not counted:
+        return cell_from(plain), train
+    if train.steps is None:
+        train = dataclasses.replace(
+            train, steps=train.num_steps(stream_of(cell_from(plain))), epochs=None
+        )
+    plain["recipe"]["total_steps"] = train.steps
+    return cell_from(plain), train
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train; the exit code."""
+    began, argv = time.monotonic(), list(sys.argv[1:] if arguments is None else arguments)
+    mend_streams()
+    if "--help" in argv or "-h" in argv:
+        print(f"{__doc__}\n{(auto.CONF / 'train.yaml').read_text()}")
+        return 0
+    stop = Stop()
+    try:
+        with stop.heard():
+            require_overrides(argv)
+            cell, train = compose_train(argv)
+            start_anew(cell, argv)
+            return _held(cell, train, began, stop)
+    except USER_ERRORS as error:
+        return _ended(2, one_line(error, overrides_in(argv)))
+    except KeyboardInterrupt as interrupt:
+        code = STOPPED if interrupt.args else 130
+        return _ended(code, "stopped: nothing new was saved; the same command goes on")
+    except Exception as error:
+        status, reason = verdict(error)
+        begun = "; the same command goes on from the last saved state" if stop.training else ""
+        return _ended(1, f"{status}: {reason}{begun}")
+
+
+def _ended(code: int, why: str) -> int:
+    """Say why in one line; the code. The traceback of what is being handled is for who asks."""
+    if os.environ.get("HYDRA_FULL_ERROR") == "1":
+        traceback.print_exc()
+    print(why, file=sys.stderr, flush=True)
+    return code
+
+
+class Stop:
+    """Signals that end a run: the first asks it to save, the second ends it at once."""
+
+    def __init__(self) -> None:
+        self.training: Training | None = None
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """Listen to SIGTERM, and to Ctrl-C unless it is ignored, as under nohup."""
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        heard = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+        for number in heard:
+            signal.signal(number, self._hear)
+        try:
+            yield
+        finally:
+            for number in heard:
+                signal.signal(number, before[number])
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if self.training is None:
+            raise KeyboardInterrupt(name)
+        if self.training.stop:
+            raise KeyboardInterrupt
+        self.training.stop = name
+
+
+def require_overrides(argv: Sequence[str]) -> None:
+    """ValueError, one line, for a flag."""
+    for item in argv:
+        if item.startswith("-"):
+            raise ValueError(f"command line: got {item}, allowed key=value and --help; correct it")
+
+
+def start_anew(cell: Cell, argv: Sequence[str]) -> None:
+    """Become a process with the environment and the memory policy that the cell asks for, which
+    must be there before torch is."""
+    variables = environment.cell_variables(cell.process)
+    there = all(os.environ.get(name) == value for name, value in variables.items())
+    if STARTED in os.environ or (there and not cell.process.wrapper):
+        return
+    os.environ.update({**variables, STARTED: "1"})
+    sys.stdout.flush()
+    command = [*cell.process.wrapper, sys.executable, "-m", "sweeps.train", *argv]
+    os.execvp(command[0], command)
+
+
+def _held(cell: Cell, train: Train, began: float, stop: Stop) -> int:
+    """Train while no other process can do so in that folder."""
+    folders = [cell.output_dir, *cell.output_dir.parents]
+    made = [folder for folder in folders if not folder.exists()]
+
+    def refuse(holder: str) -> None:
+        raise ValueError(
+            f"output_dir: got {cell.output_dir}, where {holder} trains, allowed a folder that no "
+            "other run is in; wait for it or choose another"
+        )
+
+    try:
+        with lock.held(cell.output_dir / ".train.lock", math.inf, refuse):
+            return _Run(cell, train, began).go(stop)
+    finally:
+        for folder in made:
+            with contextlib.suppress(OSError):  # something is in it
+                folder.rmdir()
+
+
+class _Run:
+    """One run from its first look at the machine to its last word."""
+
+    def __init__(self, cell: Cell, train: Train, began: float) -> None:
+        self.stream = stream_of(cell)
+        data = {**cell.config["data"], "digest": self.stream.digest}
+        self.cell, self.train, self.began = cell_from({**cell.config, "data": data}), train, began
+        if self.cell.machine.device == "cuda" and self.cell.machine.device_bytes:
+            cap_device_memory(self.cell.machine.device_bytes)
+        require_runnable(self.cell.model)
+        self.system = built(self.cell)
+        self.outlook = outlook_of(self.system, self.cell)
+        if self.outlook.refusal:
+            raise ValueError(self.outlook.refusal)
+        self.states = Generations(self.cell.output_dir / "states", train.keep)
+        self._require_evaluation()
+        self._require_export()
+        spec = self.cell.spec()
+        self.weights = starting_weights(spec.model, cell.seed, spec.dtype, spec.device)
+        self._tell()
+        self.id = self._identify()
+
+    def _require_evaluation(self) -> None:
+        if self.train.evaluate_every and not hasattr(self.system, "evaluate"):
+            raise ValueError(
+                f"train.evaluate_every: got {self.train.evaluate_every}, allowed 0 with "
+                f"system={self.cell.system}, which cannot evaluate; leave it out"
+            )
+
+    def _require_export(self) -> None:
+        """ValueError where the folder of the trained weights cannot become this run's."""
+        path = self.train.export
+        if path is not None and Path(path).exists() and not self.states.found():
+            raise ValueError(
+                f"train.export: got {path}, which exists, allowed a new folder; choose another "
+                "name or remove it"
+            )
+
+    def _identify(self) -> str:
+        """The run's name in W&B, which all its starts share. ValueError where the folder has the
+        states of another run."""
+        path, known = self.cell.output_dir / "run.json", known_of(self.cell)
+        there: Any = {}
+        with contextlib.suppress(OSError, ValueError):
+            there = json.loads(path.read_text())
+        if self.states.found():
+            other = {key: there.get("known", known).get(key) for key in known}
+            for key in (key for key in known if other[key] != known[key]):
+                raise ValueError(
+                    f"output_dir: got {self.cell.output_dir}, which has states of a run with {key} "
+                    f"{other[key]}, allowed {key} {known[key]}, as asked for now; choose another "
+                    "folder"
+                )
+        else:
+            there = {"id": digest([known, environment.boot(), time.time_ns()])}
+        config = {**published(self.cell.config), "train": dataclasses.asdict(self.train)}
+        run = {"id": there.get("id") or digest(known), "known": known, "config": config}
+        replace_file(path, json.dumps(run, indent=1))
+        return str(run["id"])
+
+    def _tell(self) -> None:
+        """What is going to be trained, how long that takes where it is known, what states take.
+
+        ValueError where the disk has no room for one.
+        """
+        cell, steps = self.cell, self.train.num_steps(self.stream)
+        each = BYTES_A_PARAMETER * int(self.outlook.events[0]["num_params"])
+        free = shutil.disk_usage(cell.output_dir).free
+        if free < each and not self.states.found():
+            raise ValueError(
+                f"output_dir: got {cell.output_dir} with {free:,} bytes free, allowed {each:,}, "
+                "which a state takes; choose another disk"
+            )
+        known = self.outlook.step_s
+        takes = f", about {duration(steps * known)}" if known else ""
+        print(
+            f"{cell.experiment}: {cell.system}, {cell.model.name} {cell.dtype}, "
+            f"{cell.shape.batch_size} x {cell.shape.seq_len} tokens, {steps:,} steps on "
+            f"{cell.machine.device}{takes}\n  a state takes about {each / 1e9:.2f} GB, "
+            f"{self.train.keep} are kept, {free / 1e9:.1f} GB are free",
+            flush=True,
+        )
+
+    @property
+    def room(self) -> int:
+        """Bytes of host memory for copies of states."""
+        if self.train.room is not None:
+            return self.train.room
+        plan, spec = self.outlook.plan, self.cell.spec()
+        needed: int = sum(plan["host"].values())
+        needed += sum(plan["device"].values()) if spec.device.type == "cpu" else 0
+        return max(0, int((spec.host_memory or 0) * (1 - SPARE)) - needed)
+
+    def go(self, stop: Stop) -> int:
+        """Set up, train, save, export; the exit code."""
+        cell = self.cell
+        deadline = self.began + (cell.time_limit_s or math.inf)
+        with contextlib.closing(self.system), Shown() as shown:
+            self.system.setup(self.weights)
+            training = Training(
+                self.system,
+                cell,
+                self.train,
+                self.stream,
+                self.states,
+                room=self.room,
+                shown=shown,
+                deadline=deadline,
+            )
+            stop.training = training
+            with contextlib.closing(training), Follower(cell, self.id):
+                finished = training.run()
+            if training.unsaved:
+                return _ended(1, f"output_dir: the last state was not saved: {training.unsaved}")
+            if finished:
+                self._export()
+        where = f"step {training.at.step:,}, {training.at.tokens:,} tokens"
+        if not finished:
+            return _ended(
+                STOPPED, f"stopped ({training.stop}) and saved at {where}; the same command goes on"
+            )
+        print(f"done: {where}, {duration(training.at.seconds)} of training", flush=True)
+        return 0
+
+    def _export(self) -> None:
+        """Write the trained weights, unless an earlier start did."""
+        if self.train.export is None:
+            return
+        path, spec = Path(self.train.export), self.cell.spec()
+        if not path.exists():
+            dtype = DTYPES[self.train.export_dtype or self.cell.dtype]
+            export(self.system.parameters(), spec.model, path, dtype=dtype)
+        print(f"  weights: {path}", flush=True)
+
+
+def known_of(cell: Cell) -> dict[str, Any]:
+    """What a run and the states that it goes on from must share."""
+    return {
+        "system": cell.system,
+        "model": cell.model.name,
+        "weights": cell.model.checkpoint_digest,
+        "dtype": cell.dtype,
+        "text": cell.data.digest,
+        "seed": cell.seed,
+        "seq_len": cell.shape.seq_len,
+    }
+
+
+class Shown:
+    """The last step, as a line that is replaced on a terminal, now and then on anything else."""
+
+    def __init__(self) -> None:
+        terminal = Terminal(highlight=False)
+        self._status = terminal.status("setting up") if terminal.is_terminal else None
+        self._next = 0.0
+
+    def __enter__(self) -> Shown:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def __call__(self, text: str) -> None:
+        """Show it."""
+        if self._status is not None:
+            self._status.update(text)
+        elif time.monotonic() >= self._next:
+            self._next = time.monotonic() + EVERY_S
+            print(f"  {text}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""One long run: stopped and gone on from, evaluated, mirrored; its states; and against a trainer
+that nobody here wrote."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sweeps import train
+from sweeps.training import duration
+
+pytestmark = pytest.mark.slow
+
+SMALL = [
+    "model.config.num_hidden_layers=2",
+    "model.config.hidden_size=32",
+    "model.config.intermediate_size=64",
+    "model.config.num_attention_heads=2",
+    "shape=quick",
+    "shape.seq_len=16",
+    "recipe.warmup_steps=5",
+    "recipe.schedule=cosine",
+    "data.max_bytes=65536",
+    "logging=none",
+    "train.export_dtype=float32",
+]
+STEPS = 24
+SYSTEMS = ("megatrain", "in_memory", "zero3", "zero2", "fsdp2")
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run would become another process, which pytest would not see the end of."""
+    monkeypatch.setenv(train.STARTED, "1")
+
+
+def trained(folder: Path, *overrides: str) -> int:
+    weights = f"train.export={folder / 'weights'}"
+    return train.main([*SMALL, f"output_dir={folder}", weights, *overrides])
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
+    """The lines of the log, without what a clock says."""
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.endswith(("seconds", "_s"))} for line in lines]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "weights" / "model.safetensors")
+
+
+def terminate_after(folder: Path, num_lines: int) -> threading.Thread:
+    """Sends this process SIGTERM once the log has so many lines."""
+
+    def watch() -> None:
+        path, deadline = folder / "log.jsonl", time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if path.exists() and path.read_bytes().count(b"\n") >= num_lines:
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_run_that_is_stopped_goes_on_bit_for_bit(system, tmp_path, capfd):
+    given = [f"system={system}", f"train.steps={STEPS}", "train.save_every=7"]
+    assert trained(tmp_path / "whole", *given) == 0
+    watcher = terminate_after(tmp_path / "parts", 3)
+    assert trained(tmp_path / "parts", *given) == train.STOPPED
+    watcher.join()
+    stopped = len(logged(tmp_path / "parts"))
+    assert 3 <= stopped < STEPS
+    assert f"stopped (SIGTERM) and saved at step {stopped}" in capfd.readouterr().err
+    assert trained(tmp_path / "parts", *given) == 0
+    assert f"going on after step {stopped}" in capfd.readouterr().out
+    assert logged(tmp_path / "parts") == logged(tmp_path / "whole")
+    one, other = (weights(tmp_path / name) for name in ("whole", "parts"))
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+    states = sorted(path.name for path in (tmp_path / "parts" / "states").iterdir())
+    assert states == ["step-00000021", "step-00000024"]
+    assert trained(tmp_path / "parts", *given) == 0  # there is nothing left to do
+    assert logged(tmp_path / "parts") == logged(tmp_path / "whole")
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory) -> Path:
+    """A run that took its steps, with two states."""
+    folder = tmp_path_factory.mktemp("ended") / "run"
+    os.environ[train.STARTED] = "1"
+    assert train.main([*SMALL, f"output_dir={folder}", "train.steps=6", "train.save_every=3"]) == 0
+    return folder
+
+
+def copied(ended: Path, to: Path) -> Path:
+    subprocess.run(["cp", "-r", str(ended), str(to)], check=True)
+    return to
+
+
+@pytest.mark.parametrize(
+    "file", ["position.json", "state/state.json", "state/block-0001.safetensors"]
+)
+def test_a_torn_state_is_named_and_the_one_before_is_gone_on_from(file, ended, tmp_path, capfd):
+    folder = copied(ended, tmp_path / "run")
+    torn = folder / "states" / "step-00000006" / file
+    torn.write_bytes(torn.read_bytes()[:-3])
+    assert train.main([*SMALL, f"output_dir={folder}", "train.steps=6", "train.save_every=3"]) == 0
+    told = capfd.readouterr()
+    (line,) = told.err.splitlines()
+    assert line.startswith("not used: ")
+    assert "step-00000006" in line
+    assert "going on after step 3" in told.out
+    assert logged(folder) == logged(ended)
+    assert len(list((folder / "states").iterdir())) == 2
+
+
+def test_a_run_without_a_usable_state_is_not_begun_anew(ended, tmp_path, capfd):
+    folder = copied(ended, tmp_path / "run")
+    for path in folder.glob("states/*/position.json"):
+        path.write_text("{}")
+    before = (folder / "log.jsonl").read_bytes()
+    assert train.main([*SMALL, f"output_dir={folder}", "train.steps=6"]) == 2
+    assert "2 states" in capfd.readouterr().err.splitlines()[-1]
+    assert (folder / "log.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "other", ["seed=1", "shape.seq_len=8", "system=in_memory", "system.dtype=float32"]
+)
+def test_a_folder_with_another_run_is_refused(other, ended, tmp_path, capfd):
+    folder = copied(ended, tmp_path / "run")
+    assert train.main([*SMALL, f"output_dir={folder}", "train.steps=9", other]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"output_dir: got {folder}, which has states of a run with ")
+    assert logged(folder) == logged(ended)
+
+
+def test_a_finished_run_can_be_made_longer(ended, tmp_path):
+    folder = copied(ended, tmp_path / "run")
+    assert (
+        train.main([*SMALL, f"output_dir={folder}", "train.steps=8", "recipe.total_steps=6"]) == 0
+    )
+    assert [line["step"] for line in logged(folder)] == list(range(1, 9))
+
+
+def test_a_folder_that_another_run_is_in_is_refused(ended, capfd):
+    command = [sys.executable, "-c", HOLD, str(ended / ".train.lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout
+        holder.stdout.readline()
+        assert train.main([*SMALL, f"output_dir={ended}", "train.steps=9"]) == 2
+        holder.communicate()
+    assert f"where process {holder.pid} since" in capfd.readouterr().err
+
+
+HOLD = """
+import sys, math
+from sweeps import lock
+with lock.held(__import__("pathlib").Path(sys.argv[1]), math.inf, print):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_signal_before_the_first_step_leaves_nothing(tmp_path, monkeypatch, capfd):
+    def interrupted(self: train._Run, stop: train.Stop) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+        return 0
+
+    monkeypatch.setattr(train._Run, "go", interrupted)
+    assert train.main([*SMALL, f"output_dir={tmp_path / 'run'}", "train.steps=9"]) == train.STOPPED
+    assert "nothing new was saved" in capfd.readouterr().err
+
+
+def test_time_that_is_up_saves(tmp_path, capfd):
+    given = ["train.steps=100000", "time_limit_s=4", "train.save_every=0"]
+    assert trained(tmp_path, *given) == train.STOPPED
+    steps = logged(tmp_path)[-1]["step"]
+    assert (tmp_path / "states" / f"step-{steps:08}" / "state").is_dir()
+    assert "time_limit_s is up" in capfd.readouterr().err
+
+
+def test_epochs_are_counted_in_sequences(tmp_path):
+    assert trained(tmp_path, "train.epochs=0.01", "train.save_every=0") == 0
+    cell, asked = train.compose_train([*SMALL, "train.epochs=0.01"])
+    sequences = math.floor(65536 * 0.98) // 17
+    assert asked.steps == math.ceil(0.01 * sequences / 2) == len(logged(tmp_path))
+    assert cell.recipe.total_steps == asked.steps
+
+
+def test_the_log_is_mirrored_to_wandb(tmp_path):
+    """Offline, of two starts, the second of which has the whole log."""
+    given = ["train.steps=9", "train.save_every=0", "logging=wandb"]
+    assert trained(tmp_path, "train.steps=6", "recipe.total_steps=9", *given[1:]) == 0
+    assert trained(tmp_path, *given) == 0
+    (run,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(run)]
+    done = subprocess.run(command, capture_output=True, check=True)
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    history = [r["history"]["item"] for r in records if r["type"] == "history"]
+    assert len(history) == 9
+    for item, line in zip(history, logged(tmp_path), strict=True):
+        assert str(line["loss"]) in json.dumps(item)
+
+
+def test_a_disk_without_room_costs_a_state_and_not_the_run(tmp_path, monkeypatch, capfd):
+    """Every second write fails, the last one does not."""
+    from engine import state
+
+    count, write = iter(range(1000)), state.save_file
+
+    def full(*given: Any, **more: Any) -> None:
+        if next(count) < 8:
+            raise OSError(28, "No space left on device")
+        write(*given, **more)
+
+    monkeypatch.setattr(state, "save_file", full)
+    assert trained(tmp_path, "train.steps=9", "train.save_every=2") == 0
+    assert "not saved: " in capfd.readouterr().err
+    assert (tmp_path / "states" / "step-00000009" / "state").is_dir()
+
+
+def test_a_last_state_that_is_not_saved_is_no_success(tmp_path, monkeypatch, capfd):
+    from engine import state
+
+    def full(*given: Any, **more: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(state, "save_file", full)
+    assert trained(tmp_path, "train.steps=6") == 1
+    assert "the last state was not saved" in capfd.readouterr().err
+    assert not list((tmp_path / "states").glob("*/state"))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (61, "1 min 1 s"), (3600, "1 h 0 min"), (90061, "1 d 1 h")],
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
