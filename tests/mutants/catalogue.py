@@ -32,12 +32,13 @@ Row = tuple[str, str, str] | tuple[str, str, str, str]
 
 
 def _changes(file: str, tests: str, *rows: Row) -> Iterator[Mutant]:
-    """tests: file names and node ids under tests/engine, separated by blanks."""
+    """file: under engine. tests: file names and node ids under tests/engine, separated by
+    blanks."""
     for name, old, new, *asked in rows:
         given = (asked[0] if asked else tests).split()
         paths = tuple(normpath(f"tests/engine/{test}") for test in given)
         reason = EQUIVALENT.get(name, "")
-        change = {"id": name, "file": f"engine/{file}", "old": old, "new": new}
+        change = {"id": name, "file": normpath(f"engine/{file}"), "old": old, "new": new}
         yield Mutant(**change, tests=paths, equivalent=reason)
 
 
@@ -48,6 +49,9 @@ EQUIVALENT = {
 """Of the schedule's, the derived waits are the same: tests/mutants/test_mutants.py derives them."""
 
 NODE = "test_engine.py::"
+TRAIN = "../sweeps/test_train.py"
+LEFTOVERS = f"{TRAIN}::test_what_a_killed_run_left_half_written_goes"
+LOGGED = f"{TRAIN}::test_the_log_says_what_was_done"
 STARVED = f"{NODE}test_starved_lanes_give_identical_bits"
 ADVERSARIAL = f"{NODE}test_adversarial_interleaving_of_lanes_gives_identical_bits"
 PADDING = "test_architectures.py::test_padding_reaches_the_layers_as_the_models_own_mask"
@@ -545,5 +549,55 @@ MUTANTS = (
         ("L6", "if self._error is None:", "if True:", "test_engine_errors.py"),
         ("L7", "if isinstance(error, NonFiniteLossError):", "if False:", "test_engine_errors.py"),
         ("L8", "last.wait()", "pass", DRAIN),
+    ),
+    *_changes(
+        "../sweeps/generations.py",
+        TRAIN,
+        ("Y1", "self.found()[self.keep :]", "self.found()[self.keep - 1 :]"),
+        ("Y2", "for other in self._unusable if other != folder", "for other in self._unusable"),
+        (
+            "Y3",
+            "if folder in self.found() and folder not in",
+            "if folder in self.found() or folder in",
+        ),
+        ("Y4", 'known.pop("sha256", None) != _digest(known)', 'not known.pop("sha256", None)'),
+        (
+            "Y5",
+            "        if self._unusable:\n            raise",
+            "        if False:\n            raise",
+        ),
+        ("Y6", "key=_step, reverse=True", "key=_step"),
+        (
+            "Y7",
+            "        if self._begun is None or not (wait or",
+            "        if self._begun is None or (wait and",
+        ),
+        ("Y8", 'self.folder.glob(f".{PREFIX}*")', "()", LEFTOVERS),
+    ),
+    *_changes(
+        "../sweeps/training.py",
+        TRAIN,
+        ("Y9", "self.stream.seek(position.data)", "pass"),
+        ("Y10", "self._file.truncate(min(num_bytes, path.stat().st_size))", "pass"),
+        ("Y11", "tokens = self.at.tokens + num_tokens", "tokens = self.at.step * num_tokens"),
+        ("Y12", "self.recipe.lr_at(step)", "self.recipe.lr_at(step + 1)", LOGGED),
+        ("Y13", "self.unsaved = one_line(error)\n", "pass\n"),
+        ("Y14", "if time.monotonic() + self._save_s > self._deadline:", "if False:"),
+    ),
+    *_changes(
+        "../sweeps/train.py",
+        TRAIN,
+        ("Y15", "if other[key] != known[key]", "if False"),
+        ("Y16", "if training.unsaved:", "if False:"),
+    ),
+    *_changes(
+        "../baselines/rival.py",
+        TRAIN,
+        ("Y17", "    require_sealed(path.parent)\n", ""),
+    ),
+    *_changes(
+        "saving.py",
+        TRAIN,
+        ("Y18", " and digest(path) == sha256", ""),
     ),
 )

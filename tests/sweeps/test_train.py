@@ -129,6 +129,36 @@ def test_a_torn_state_is_named_and_the_one_before_is_gone_on_from(file, ended, t
     assert len(list((folder / "states").iterdir())) == 2
 
 
+def test_a_changed_state_of_a_rival_is_named_too(tmp_path, capfd):
+    given = [*SMALL, f"output_dir={tmp_path}", "system=in_memory", "train.save_every=3"]
+    assert train.main([*given, "train.steps=6"]) == 0
+    changed = tmp_path / "states" / "step-00000006" / "state" / "state.pt"
+    content = bytearray(changed.read_bytes())
+    content[len(content) // 2] ^= 1
+    changed.write_bytes(content)
+    before = logged(tmp_path)
+    assert train.main([*given, "train.steps=6"]) == 0
+    assert f"{changed} is not the file that was saved" in capfd.readouterr().err
+    assert logged(tmp_path) == before
+
+
+def test_what_a_killed_run_left_half_written_goes(ended, tmp_path):
+    folder = copied(ended, tmp_path / "run")
+    states = folder / "states"
+    (states / "step-00000003").rename(states / ".step-00000003")
+    (states / "step-00000009" / ".state-abc").mkdir(parents=True)
+    (states / "mine").mkdir()
+    assert train.main([*SMALL, f"output_dir={folder}", "train.steps=6", "train.save_every=3"]) == 0
+    assert sorted(path.name for path in states.iterdir()) == ["mine", "step-00000006"]
+
+
+def test_the_log_says_what_was_done(ended):
+    lines, (cell, _) = logged(ended), train.compose_train([*SMALL, "train.steps=6"])
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["lr"] for line in lines] == [cell.recipe.lr_at(step) for step in range(6)]
+    assert [line["tokens"] for line in lines] == [32 * step for step in range(1, 7)]
+
+
 def test_a_run_without_a_usable_state_is_not_begun_anew(ended, tmp_path, capfd):
     folder = copied(ended, tmp_path / "run")
     for path in folder.glob("states/*/position.json"):
