@@ -126,6 +126,18 @@ class Fsdp2(TorchRival):
         self._update()
         return total
 
+    def evaluate(self, batch: Batch) -> torch.Tensor:
+        """Mean loss per label token of a batch that is not trained on; changes nothing.
+
+        A backward frees gathered weights, and here is none: what stays gathered would be stale
+        after `resume`.
+        """
+        found = super().evaluate(batch)
+        for module in self.loss.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()
+        return found
+
     def _update(self) -> None:
         recipe, started = self.spec.recipe, time.perf_counter()
         with self._optimizing():
@@ -139,7 +151,7 @@ class Fsdp2(TorchRival):
         """Scale the gradients as torch.nn.utils.clip_grad_norm_ does."""
         named = self._named.values()
         gradients = [_local(param.grad) for param in named if param.grad is not None]
-        norm = norm_of(gradients)
+        norm = self.gradient_norm = norm_of(gradients)
         raise_unless_finite(norm, "the gradient norm", self._step)
         scale = clip_norm / (norm + 1e-6)
         if scale < 1:

@@ -117,6 +117,7 @@ class InMemory(TorchRival):
             norm = norm_of(grads)
         else:
             norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+        self.gradient_norm = norm
         if recipe.clip_norm > 0:
             torch._foreach_mul_(grads, torch.clamp(recipe.clip_norm / (norm + 1e-6), max=1.0))
         not_finite = 1.0 - torch.isfinite(norm + loss).float()

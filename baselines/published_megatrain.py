@@ -178,6 +178,7 @@ class PublishedMegaTrain(Rival):
             if recipe.clip_norm > 0:
                 weights = self._model.get_parameters()
                 norm = torch.nn.utils.clip_grad_norm_(weights, recipe.clip_norm)
+                self.gradient_norm = norm.float()
                 raise_unless_finite(norm, "the gradient norm", self._step)
             self._optimizer.param_groups[0]["lr"] = recipe.lr_at(self._step)
             self._optimizer.step()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -44,6 +44,8 @@ class Rival:
     options: Any
     """An instance of `options_class`."""
     caveat: str | None = None
+    gradient_norm: torch.Tensor | None = None
+    """Of the last step, before clipping; None where nobody looks at it."""
 
     def __init__(self, spec: SystemSpec) -> None:
         if spec.dtype not in (torch.bfloat16, torch.float32):
@@ -75,6 +77,13 @@ class Rival:
         self._optimizer_s += time.perf_counter() - started
         self._step += 1
 
+    def evaluate(self, batch: Batch) -> torch.Tensor:
+        """Unsupported, until a rival writes it."""
+        raise Unsupported(
+            f"evaluate: {type(self).__name__} has no forward without gradients; evaluate the "
+            "weights that it exports"
+        )
+
     def drain(self) -> None:
         """Wait for the device."""
         if self.spec.device.type == "cuda":
@@ -95,6 +104,14 @@ class Rival:
 
 class TorchRival(Rival):
     """A rival with fp32 masters and a torch AdamW at hand: its parameters and checkpoints."""
+
+    loss: Any = None
+    """The module from tokens to the loss, from `setup` to `close`."""
+
+    def evaluate(self, batch: Batch) -> torch.Tensor:
+        """Mean loss per label token of a batch that is not trained on; changes nothing."""
+        assert self.loss is not None, "setup comes first"
+        return evaluated(self.loss, batch, self.spec.device)
 
     def _held(self) -> Iterator[tuple[str, torch.Tensor, Mapping[str, torch.Tensor]]]:
         """(name, fp32 master, AdamW's state of it, as plain tensors) of every parameter."""
@@ -179,6 +196,18 @@ def micro_batches(
         mask = None if masks is None else moved(masks[index])
         places = None if positions is None else moved(positions[index])
         yield moved(batch.tokens[index]), moved(batch.labels[index]), mask, places
+
+
+@torch.no_grad()
+def evaluated(
+    loss: Callable[..., torch.Tensor], batch: Batch, device: torch.device
+) -> torch.Tensor:
+    """The batch's mean loss per label token by `loss`, a module as `CausalLMLoss`, forward
+    alone."""
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    for tokens, labels, mask, places in micro_batches(batch, device):
+        total += loss(tokens, labels, mask, batch.num_tokens, places)
+    return total
 
 
 def raise_unless_finite(

@@ -2,7 +2,7 @@
 is built from.
 
 Invariant: the optimizer step is the only boundary all systems share, so one fused `train_step` is
-all the bench ever calls. This module imports no other of its room (`baselines.registry` knows the
+all that is ever timed. This module imports no other of its room (`baselines.registry` knows the
 systems).
 """
 
@@ -110,12 +110,25 @@ class TrainingSystem(Protocol):
     def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Allocate, and load the initial weights, each named parameter once."""
 
+    @property
+    def gradient_norm(self) -> torch.Tensor | None:
+        """Global 2-norm of the last enqueued step's gradients, before clipping, 0-dim fp32,
+        unsynchronised; None where the system does not look at it."""
+
     def train_step(self, batch: Batch) -> torch.Tensor:
         """Enqueue one whole optimizer step; return the mean loss per label token, 0-dim fp32,
         unsynchronised.
 
         Raises NonFiniteLossError, here or in the next call or in drain, when the loss is not
         finite; that step changes no parameter.
+        """
+
+    def evaluate(self, batch: Batch) -> torch.Tensor:
+        """Mean loss per label token of a batch that is not trained on, 0-dim fp32; changes nothing:
+        no parameter, no moment, no step number, no random state.
+
+        Between steps, after setup. The batch has one micro-batch or more, each of the shape's
+        micro_batch_size rows of seq_len tokens. Raises Unsupported where a system cannot.
         """
 
     def drain(self) -> None:

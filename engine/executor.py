@@ -23,7 +23,7 @@ from engine.device import DeviceMemory, Gradients
 from engine.lanes import Lanes, Ticket
 from engine.layers.autograd import gradients
 from engine.layers.decoder import Decoder, Recording, tensors
-from engine.layers.head import loss_and_gradients, summed_cross_entropy
+from engine.layers.head import loss_alone, loss_and_gradients, summed_cross_entropy
 from engine.layers.offload import Offloaded, copy_in_pieces, storages
 from engine.layout import BLOCK_ALIGNMENT
 from engine.master import BlockState
@@ -44,6 +44,7 @@ class StepState:
     batch: Batch
     num_tokens: int
     loss: torch.Tensor
+    norm: torch.Tensor
     recordings: list[Recording] = field(default_factory=list)
     """The way into the layers, one a micro-batch."""
     hidden: list[torch.Tensor] = field(default_factory=list)
@@ -80,7 +81,9 @@ class Executor:
             self._summed = torch.compile(summed_cross_entropy, dynamic=False)
             for template in set(decoder.templates):
                 template.compile()
-        self.ops = operations(blocks)
+        self.ops, self.evaluation = operations(blocks), operations(blocks, trains=False)
+        self.gradient_norm: torch.Tensor | None = None
+        """Of the last step that was enqueued, before clipping; None where nothing is clipped."""
         names = ("h2d_bytes", "d2h_bytes", "recompute_flops", "optimizer_s")
         self.counters = dict.fromkeys(names, 0.0)
         self._tickets: tuple[list[Ticket], list[Ticket]] = ([], [])
@@ -107,6 +110,8 @@ class Executor:
             Kind.EMBED: self._embed,
             Kind.FORWARD: self._forward,
             Kind.TAIL: self._tail,
+            Kind.EVALUATE: self._evaluate,
+            Kind.LOSS: self._loss,
             Kind.RECOMPUTE: self._recompute,
             Kind.BACKWARD: self._backward,
             Kind.EMBED_BACKWARD: self._embed_backward,
@@ -123,16 +128,34 @@ class Executor:
         if len(self._tickets[1]) < len(self.ops):  # the first step, or after one that raised
             self.lanes.drain()
             self._tickets = ([], [])
-        loss = torch.zeros((), dtype=torch.float32, device=self.device)
-        state = StepState(index=step, batch=batch, num_tokens=batch.num_tokens, loss=loss)
+        state = self._begin(batch, step)
+        self.gradient_norm = state.norm if self.blocks.clip else None
         before, now = self._tickets[1], list[Ticket]()
         self._tickets = (before, now)
-        for op in self.ops:
+        self._enqueue(self.ops, state, before, now)
+        return state.loss
+
+    def evaluate(self, batch: Batch) -> torch.Tensor:
+        """Enqueue the forward alone; the loss. Every lane must be idle, and be so again before the
+        next step."""
+        state = self._begin(batch, -1)
+        self._enqueue(self.evaluation, state, [], [])
+        return state.loss
+
+    def _begin(self, batch: Batch, index: int) -> StepState:
+        loss, norm = (torch.zeros((), dtype=torch.float32, device=self.device) for _ in range(2))
+        return StepState(
+            index=index, batch=batch, num_tokens=batch.num_tokens, loss=loss, norm=norm
+        )
+
+    def _enqueue(
+        self, ops: Sequence[Op], state: StepState, before: list[Ticket], now: list[Ticket]
+    ) -> None:
+        for op in ops:
             waits = [
                 (before if offset else now)[i] for offset, i in op.waits if before or not offset
             ]
             now.append(self.lanes.submit(op, partial(self._do, op, state), waits))
-        return loss
 
     @torch.no_grad()
     def _do(self, op: Op, state: StepState) -> None:
@@ -247,6 +270,15 @@ class Executor:
         if not self.blocks.clip:
             self._decide(s, norm=torch.zeros_like(s.loss), scale=torch.ones_like(s.loss))
 
+    def _evaluate(self, op: Op, s: StepState) -> None:
+        s.hidden = self._run_layer(op, s, s.hidden, graph=False)
+
+    def _loss(self, _: Op, s: StepState) -> None:
+        given = {"num_tokens": s.num_tokens, "chunk": self.work.loss_chunk}
+        for hidden, labels in zip(s.hidden, s.batch.labels, strict=True):
+            here = self._to_device(labels)
+            s.loss.add_(loss_alone(self.decoder, hidden, here, summed=self._summed, **given))
+
     def _add_outer(self, grads: Sequence[torch.Tensor | None]) -> None:
         self.memory.outer_gradients[0].add(grads[: self._num_embed])
         self.memory.outer_gradients[self.blocks.head].add(grads[self._num_embed :])
@@ -326,7 +358,7 @@ class Executor:
     # Clipping and updates.
 
     def _clip(self, _: Op, s: StepState) -> None:
-        norm = norm_of([self.memory.norms])
+        norm = s.norm.copy_(norm_of([self.memory.norms]))
         self._decide(s, norm=norm, scale=clip_scale(norm, self.optimizer.recipe.clip_norm))
 
     def _decide(self, s: StepState, *, norm: torch.Tensor, scale: torch.Tensor) -> None:

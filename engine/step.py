@@ -35,6 +35,8 @@ class Kind(Enum):
     EMBED = "compute embed"  # what comes before the layers
     FORWARD = "compute forward"
     TAIL = "compute tail"  # final norm, head and loss, forward and backward
+    EVALUATE = "compute evaluate"  # a layer's forward that no backward follows
+    LOSS = "compute loss"  # final norm, head and loss, forward alone
     RECOMPUTE = "compute recompute"  # a layer's forward again, for the input of the next
     BACKWARD = (
         "compute backward"  # where activations are recomputed, their forward with a graph too
@@ -86,9 +88,12 @@ class Op:
         return f"{self.kind.value}{self.fate.value} {self.block}"
 
 
-def operations(blocks: Blocks) -> tuple[Op, ...]:
-    """A steady-state step in issue order; a first step ignores the waits on the step before."""
-    plain = list(Step(blocks).operations())
+def operations(blocks: Blocks, *, trains: bool = True) -> tuple[Op, ...]:
+    """A steady-state step in issue order; a first step ignores the waits on the step before.
+
+    trains: false leaves the loss of a batch alone: embed, every layer's forward, the head's.
+    """
+    plain = list(Step(blocks, trains=trains).operations())
     waits = derive([(op.lane, op.reads, op.writes) for op in plain])
     awaited = {index for found in waits for _, index in found}
     found = zip(plain, waits, strict=True)
@@ -113,8 +118,8 @@ class Visit:
 class Step:
     """Writes a step down. Layers without memory of their own take slots and slabs in turn."""
 
-    def __init__(self, blocks: Blocks) -> None:
-        self.blocks = blocks
+    def __init__(self, blocks: Blocks, *, trains: bool = True) -> None:
+        self.blocks, self.trains = blocks, trains
         self.lanes = LANES[blocks.streams]
         self.visits = list(self._visits())
         self.host_slab = {v.block: v.host_slab for v in self.visits if v.kind in GRADIENTS}
@@ -129,7 +134,8 @@ class Step:
 
     def operations(self) -> Iterator[Op]:
         """THE step."""
-        yield from self.late_moments()  # of the step before
+        if self.trains:
+            yield from self.late_moments()  # of the step before
         for visit in self.visits:  # embed, forwards, tail, backwards, embed
             yield from self.drop(visit)  # activations that have left
             yield from self.fetch_first(visit)
@@ -139,6 +145,8 @@ class Step:
             yield from self.load_ahead(visit)  # weights of the visits to come
             yield from self.fetch(visit)  # activations of a backward to come
             yield from self.store(visit)  # its gradients; without clipping its update too
+        if not self.trains:
+            return
         yield from self.clip()
         yield from self.updates()  # in the order in which the next forward needs them
 
@@ -147,7 +155,8 @@ class Step:
     def _visits(self) -> Iterator[Visit]:
         """Every computation in order, with the next slot and slabs of each ring."""
         b, slots, slabs, host_slabs = self.blocks, count(), count(), count()
-        for number, (kind, block, fate) in enumerate(self._computations()):
+        computations = self._computations() if self.trains else self._evaluation()
+        for number, (kind, block, fate) in enumerate(computations):
             here = kind is Kind.EMBED_BACKWARD or b.on_device(block)
             loads = not here and not (kind is Kind.BACKWARD and fate is Fate.KEPT)
             passes = kind in GRADIENTS and not b.owns_gradients(block)
@@ -172,6 +181,12 @@ class Step:
             for layer in reversed(group):
                 yield Kind.BACKWARD, layer, b.fate(layer)
         yield Kind.EMBED_BACKWARD, 0, Fate.RECOMPUTED
+
+    def _evaluation(self) -> Iterator[tuple[Kind, int, Fate]]:
+        yield Kind.EMBED, 0, Fate.RECOMPUTED
+        for layer in self.blocks.layers:
+            yield Kind.EVALUATE, layer, Fate.RECOMPUTED
+        yield Kind.LOSS, self.blocks.head, Fate.RECOMPUTED
 
     def _host_slab(self, kind: Kind, block: int, turns: Iterator[int]) -> int:
         """The block's own, numbered as the block after the pool, or the pool's next."""
@@ -215,8 +230,9 @@ class Step:
         reads, writes = [_weights(block, visit.slot)], list[str]()
         if kind is Kind.EMBED:
             reads += self._updates_done()
-        elif kind is Kind.TAIL:
+        elif kind in (Kind.TAIL, Kind.LOSS):
             reads.append("device weights 0")  # tied embeddings, whose gradient begins here
+        if kind is Kind.TAIL:
             writes += ["device gradients 0", f"device gradients {block}"]
             writes += [] if self.blocks.clip else ["verdict"]
         elif kind in GRADIENTS:

@@ -103,14 +103,34 @@ class Trainer:
         After any other error updates may be half done: `resume` a checkpoint, in a new engine where
         the CPU lane's error is raised again.
         """
-        self._check_batch(batch)
+        self._check_batch(batch, self.work.shape)
         # autograd's own thread would keep gradients longer
         with torch.autograd.set_multithreading_enabled(False):
             loss = self.executor.run(batch, self._next_step)
         self._next_step += 1
         return loss
 
-    def _check_batch(self, batch: Batch) -> None:
+    @property
+    def gradient_norm(self) -> torch.Tensor | None:
+        """Global 2-norm of the gradients of the last step that was enqueued, before clipping, fp32,
+        0-dim, unsynchronised; None where `clip_norm` is 0."""
+        return None if self._executor is None else self._executor.gradient_norm
+
+    def evaluate(self, batch: Batch) -> torch.Tensor:
+        """Mean loss per label token of a batch that is not trained on, fp32, 0-dim; waits for the
+        steps before it and changes nothing.
+
+        The batch may have any number of micro-batches. Raises what `train_step` does of them.
+        """
+        shape = (max(1, batch.num_micro_batches), *self.work.shape[1:])
+        self._check_batch(batch, shape)
+        self.drain()
+        try:
+            return self.executor.evaluate(batch)
+        finally:
+            self.drain()
+
+    def _check_batch(self, batch: Batch, shape: tuple[int, ...]) -> None:
         if batch.attention_mask is not None and batch.position_ids is not None:
             raise ValueError(
                 "batch.position_ids: got them beside an attention_mask, allowed one of the two; "
@@ -120,10 +140,10 @@ class Trainer:
             tensor: torch.Tensor | None = getattr(batch, name)
             if tensor is None:
                 continue
-            if (tensor.dtype, tuple(tensor.shape)) != (torch.int64, self.work.shape):
+            if (tensor.dtype, tuple(tensor.shape)) != (torch.int64, shape):
                 raise ValueError(
                     f"batch.{name}: got {tensor.dtype} of shape {tuple(tensor.shape)}, allowed "
-                    f"torch.int64 of shape {self.work.shape}, which are micro-batches, rows and "
+                    f"torch.int64 of shape {shape}, which are micro-batches, rows and "
                     "tokens; cut the step as the engine was told"
                 )
 

@@ -31,6 +31,7 @@ COMPUTING = (
     Kind.BACKWARD,
     Kind.EMBED_BACKWARD,
 )
+COMPUTING += (Kind.EVALUATE, Kind.LOSS)
 COMPUTING += (Kind.CLIP, Kind.DROP, Kind.STAGE, Kind.UPDATE_HERE)
 """Kinds that pass values to one another on the compute lane."""
 UPDATING = (Kind.UPDATE, Kind.MOMENTS)

@@ -19,7 +19,14 @@ from baselines.deepspeed.options import DeepSpeedOptions, accumulation_dtype
 from baselines.deepspeed.setup import import_deepspeed, require_deepspeed, setup_phase, sole_builder
 from baselines.loss import CausalLMLoss, loss_of
 from baselines.model import materialise
-from baselines.rival import NOT_TAKEN, Rival, adamw_settings, micro_batches, raise_unless_finite
+from baselines.rival import (
+    NOT_TAKEN,
+    Rival,
+    adamw_settings,
+    evaluated,
+    micro_batches,
+    raise_unless_finite,
+)
 from baselines.system import SystemSpec, Unsupported
 from engine import (
     Batch,
@@ -130,10 +137,21 @@ class DeepSpeed(Rival):
         self._update()
         return total
 
+    def evaluate(self, batch: Batch) -> torch.Tensor:
+        """Mean loss per label token of a batch that is not trained on; changes nothing.
+
+        ZeRO-3 learns the order of its weights anew where this comes before the first step.
+        """
+        assert self._engine is not None, "setup comes first"
+        return evaluated(self._engine, batch, self.spec.device)
+
     def _update(self) -> None:
         """DeepSpeed's step: norm, clipping, CPU AdamW, weights back. Nothing overlaps it."""
         with self._optimizing():
             self._engine.step()
+            norm = self._engine.get_global_grad_norm()
+            if self._outcome == NOT_TAKEN and norm is not None:  # no update came before it
+                self.gradient_norm = torch.as_tensor(norm, dtype=torch.float32)
             if self._engine.optimizer.overflow:
                 raise NonFiniteLossError(
                     f"step {self._step}: the gradient norm is not finite; {self._outcome}, lower "

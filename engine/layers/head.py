@@ -1,4 +1,4 @@
-"""Final norm, output head and loss, forward and backward, in chunks of tokens.
+"""Final norm, output head and loss, forward and, in training, backward, in chunks of tokens.
 
 Invariant: one chunk's logits are alive at a time; each chunk is differentiated before the next is
 computed.
@@ -23,6 +23,22 @@ def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
     return F.cross_entropy(
         logits.float().flatten(0, -2), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )
+
+
+def loss_alone(
+    decoder: Decoder,
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    num_tokens: int,
+    chunk: int,
+    summed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = summed_cross_entropy,
+) -> torch.Tensor:
+    """The loss of `loss_and_gradients`, without a gradient."""
+    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    for part in chunks(labels.shape[0], labels.shape[1], chunk):
+        total += summed(decoder.logits(hidden[part]), labels[part]) / num_tokens
+    return total
 
 
 def loss_and_gradients(

@@ -25,6 +25,7 @@ from baselines.registry import build as build_registered
 from baselines.system import ModelSpec, Shape, SystemSpec, Unsupported
 from engine import Batch, NonFiniteLossError, Recipe
 from sweeps import auto
+from tests.engine.test_packed import apart
 from tests.sweeps.test_config import GROUPS, composed
 
 pytestmark = [
@@ -221,6 +222,86 @@ def test_packed_documents_train_as_they_do_in_memory(name):
     plain.labels[..., ends] = -100
     with running("in_memory", spec) as system:
         assert abs(system.train_step(plain).item() - losses[0][0]) > 1e-4, "borders are seen"
+
+
+def documents(batch: Batch) -> Batch:
+    """The batch with two documents in each sequence."""
+    places = torch.cat([torch.arange(9), torch.arange(SEQ_LEN - 9)])
+    labels = batch.labels.clone()
+    labels[..., 8] = -100
+    packed = places.expand_as(batch.tokens).contiguous()
+    return Batch(tokens=batch.tokens, labels=labels, position_ids=packed)
+
+
+def plain_loss(parameters: dict[str, torch.Tensor], spec: SystemSpec, batch: Batch) -> float:
+    """By transformers' own logits, of each document by itself."""
+    from baselines.model import materialise
+
+    model = materialise(spec.model, torch.float32, CPU, parameters.items())
+    whole = torch.arange(SEQ_LEN).expand_as(batch.tokens)
+    places = whole if batch.position_ids is None else batch.position_ids
+    with torch.no_grad():
+        return apart(model, dataclasses.replace(batch, position_ids=places)).item()
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.usefixtures("reuse_nothing")
+def test_an_evaluation_changes_no_bit_and_is_the_plain_models_loss(name):
+    """Before the first step and between others; of one micro-batch, of more and of documents. The
+    norms are those of in_memory."""
+    spec = make_spec(torch.float32, 2, 0.1)
+    whole = make_batch(1, spec)
+    few = Batch(tokens=whole.tokens[:1], labels=whole.labels[:1])
+    many = Batch(tokens=whole.tokens.repeat(2, 1, 1), labels=whole.labels.repeat(2, 1, 1))
+    given, found = (few, many, documents(whole)), {}
+    for one, evaluates in (("in_memory", False), (name, False), (name, True)):
+        options = RELEASING.get(one, {})
+        with running(one, dataclasses.replace(spec, options=options)) as system:
+            losses, norms = [], []
+            for step in range(4):
+                if evaluates:
+                    evaluated = [system.evaluate(batch) for batch in given]
+                    assert all(e.dtype == torch.float32 and e.shape == () for e in evaluated)
+                losses += train(system, spec, range(step, step + 1))
+                norms.append(system.gradient_norm)
+            assert all(norm.dtype == torch.float32 and norm.shape == () for norm in norms)
+            params = dict(system.parameters())
+            found[one, evaluates] = losses, [norm.item() for norm in norms], params
+            for batch in given if evaluates else ():
+                expected = plain_loss(params, spec, batch)
+                assert system.evaluate(batch).item() == pytest.approx(expected, rel=1e-5)
+    first, second = found[name, False], found[name, True]
+    assert first[:2] == second[:2]
+    assert all(torch.equal(value, second[2][key]) for key, value in first[2].items())
+    assert first[1] == pytest.approx(found["in_memory", False][1], rel=1e-4)
+
+
+def test_a_state_resumed_after_an_evaluation_is_what_is_evaluated(tmp_path):
+    """FSDP2 leaves the outer weights gathered after a forward alone."""
+    spec = make_spec()
+    with running("fsdp2", spec) as system:
+        train(system, spec, range(2))
+        system.save(tmp_path / "saved")
+        expected = system.evaluate(make_batch(0, spec))
+        train(system, spec, range(2, 4))
+        assert system.evaluate(make_batch(0, spec)) != expected
+        system.resume(tmp_path / "saved")
+        assert system.evaluate(make_batch(0, spec)) == expected
+
+
+def test_zenflow_evaluates_and_knows_no_norm():
+    """It updates chosen columns before the norm is known."""
+    system, spec = build("zenflow", make_spec()), make_spec()
+    weights = dict(initial_weights(spec.model, 0, spec.dtype, CPU))
+    system.setup(weights.items())
+    try:
+        batch = make_batch(0, spec)
+        expected = plain_loss(weights, spec, batch)
+        assert system.evaluate(batch).item() == pytest.approx(expected, rel=1e-5)
+        assert system.train_step(batch).item() == pytest.approx(expected, rel=1e-5)
+        assert system.gradient_norm is None
+    finally:
+        system.close()
 
 
 def test_accumulation_does_not_change_the_maths():
@@ -425,3 +506,18 @@ def test_no_other_machine_can_connect_while_a_rival_runs(name):
         train(system, spec, range(2))
         assert dist.is_initialized()
         assert all(ipaddress.ip_address(address).is_loopback for address in listening())
+
+
+@pytest.mark.parametrize("name", ["in_memory", "zero3", "fsdp2"])
+def test_compiled_rivals_evaluate_alike(name, monkeypatch):
+    """The compiler's own work is left to other tests; what breaks a graph is an error here too."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    spec = make_spec(compile=True, keep_activations=1, loss_chunk=64)
+    with running(name, spec) as system:
+        train(system, spec, range(2))
+        batch, params = make_batch(0, spec), dict(system.parameters())
+        expected = pytest.approx(plain_loss(params, spec, batch), rel=1e-5)
+        assert system.evaluate(batch).item() == expected
+        losses = train(system, spec, range(1))
+    assert losses[0] == expected

@@ -87,6 +87,17 @@ def test_every_combination_is_free_of_races_and_needs_every_wait(num_layers):
             ops = operations(blocks)
             assert races(unroll(ops)) == [], blocks
             assert_every_wait_is_needed(ops, blocks)
+        for blocks in evaluating(*combination):
+            ops = operations(blocks, trains=False)
+            assert races(unroll(ops)) == [], blocks
+            assert_every_wait_is_needed(ops, blocks)
+
+
+def evaluating(num_layers: int, depth: int, streams: int, interval: int) -> list[Blocks]:
+    """Placements of the combination that no forward-only step tells from others are left out."""
+    found = placements(num_layers, depth, streams, interval) if interval == 1 else []
+    steps = {operations(blocks, trains=False): blocks for blocks in found}
+    return list(steps.values())
 
 
 def assert_every_wait_is_needed(ops: tuple[Op, ...], blocks: Blocks) -> None:
@@ -118,6 +129,19 @@ def test_removing_any_one_wait_is_found(combination):
                 broken = list(ops)
                 broken[index] = replace(op, waits=tuple(w for w in op.waits if w != wait))
                 assert races(unroll(tuple(broken))), (blocks, index, wait)
+
+
+@pytest.mark.parametrize("blocks", placements(5, 2, 3, 1), ids=str)
+def test_a_forward_only_step_loads_each_block_once_and_computes_the_loss(blocks):
+    """One alone: what waits for a step before it has none to wait for."""
+    ops = operations(blocks, trains=False)
+    assert races(unroll(ops, 1)) == []
+    computed = [(op.kind, op.block) for op in ops if op.kind is not Kind.LOAD]
+    layers = [(Kind.EVALUATE, layer) for layer in range(1, 6)]
+    assert computed == [(Kind.EMBED, 0), *layers, (Kind.LOSS, 6)]
+    loaded = [op.block for op in ops if op.kind is Kind.LOAD]
+    assert loaded == list(blocks.hosted)
+    assert {op.lane for op in ops} <= {"compute", "h2d"}
 
 
 def test_each_layer_is_loaded_once_each_way_and_stored_once_with_interval_one():

@@ -151,6 +151,61 @@ def test_packed_documents_take_no_synchronisation_and_train_as_in_memory():
     assert losses["cuda"] == pytest.approx(losses["cpu"], abs=2e-3)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"device_optimizer": 3, "keep_activations": 2, "streams": 2},
+        {"offload_activations": 2, "compile": True},
+    ],
+    ids=str,
+)
+def test_an_evaluation_between_steps_changes_no_bit_and_synchronises_only_to_drain(
+    options, monkeypatch
+):
+    """Of another number of micro-batches too; the norm of each step is there when it is drained."""
+    model, recipe = make_model("qwen2", dtype=torch.bfloat16, **SHAPE), Recipe(lr=1e-3)
+    batches = [make_batch(seed, rows=4, seq_len=128, vocab=512) for seed in range(5)]
+    more = make_batch(9, micro_batches=3, rows=4, seq_len=128, vocab=512)
+    found = []
+    for evaluates in (False, True):
+        engine = make_engine(
+            model, batch=batches[0], device="cuda", recipe=recipe, loss_chunk=256, **options
+        )
+        losses, norms = [engine.train_step(batches[0])], []
+        if evaluates:
+            first = engine.evaluate(more)  # the first of each kind compiles, and looks for dropout
+        engine.drain()
+        drain = engine.executor.lanes.drain
+
+        def draining(drain=drain):
+            torch.cuda.set_sync_debug_mode("default")
+            drain()
+            torch.cuda.set_sync_debug_mode("error")
+
+        monkeypatch.setattr(engine.executor.lanes, "drain", draining)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for batch in batches[1:]:
+                losses.append(engine.train_step(batch))
+                norms.append(engine.gradient_norm)
+                if evaluates:
+                    last = engine.evaluate(more)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        engine.drain()
+        torch.cuda.set_sync_debug_mode("default")
+        if evaluates:
+            assert last.item() != first.item() == pytest.approx(last.item(), rel=0.1)
+        numbers = [value.item() for value in (*losses, *norms)]
+        assert norms[-1].item() == engine.executor.memory.verdict[1].item()
+        found.append((numbers, dict(engine.parameters())))
+        engine.close()
+    assert found[0][0] == found[1][0]
+    for name, value in found[0][1].items():
+        assert torch.equal(value, found[1][1][name]), name
+
+
 @pytest.mark.parametrize("clip_norm", [1.0, 0.0])
 def test_kept_and_offloaded_activations_give_the_bits_of_recomputed_ones(clip_norm):
     model, recipe = (

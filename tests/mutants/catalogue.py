@@ -61,6 +61,12 @@ PLACEMENT = f"{NODE}test_any_placement_gives_identical_bits"
 DEPTHS = f"{NODE}test_any_depth_streams_interval_and_slabs_give_identical_bits"
 DECLARED = f"{STARVED} {ADVERSARIAL} {PLACEMENT} test_schedule.py"
 TOUCHED = "test_declared_access.py::test_operations_touch_only_what_they_declare"
+MISSING = (
+    "test_declared_access.py::test_every_declaration_that_is_missing_is_found_where_it_is_missing"
+)
+EVALUATION = "test_evaluation.py::"
+EVALUATED = f"{EVALUATION}test_an_evaluation_between_steps_changes_no_bit"
+NORMS = "test_each_steps_gradient_norm_stays_and_is_that_before_clipping"
 FROZEN = "test_frozen.py::test_training_is_torchs_own"
 SOMETIMES = "test_frozen.py::test_a_parameter_that_gets_a_gradient_in_some_steps_only_is_one_line"
 STRETCHES = "test_frozen.py::test_stretches_join_neighbours_and_leave_out_the_rest"
@@ -151,10 +157,12 @@ MUTANTS = (
         f"{FIRST_STEP} {NODE}test_the_chunk_does_not_change_the_loss",
         (
             "H1",
-            " / num_tokens\n",
-            " / labels.numel()\n",
+            " / num_tokens\n        grads",
+            " / labels.numel()\n        grads",
             f"{NODE}test_accumulation_divides_by_all_label_tokens_of_the_step",
         ),
+        ("H7", "labels[part]) / num_tokens\n    return", "labels[part])\n    return", EVALUATED),
+        ("H8", "total += summed(", "total = summed(", EVALUATED),
         ("H2", "total += loss.detach()", "total = loss.detach()"),
         (
             "H3",
@@ -308,6 +316,8 @@ MUTANTS = (
     *_changes(
         "trainer.py",
         "test_engine_state.py",
+        ("N8", "self.drain()\n        try:", "try:", EVALUATED),
+        ("N9", "finally:\n            self.drain()", "finally:\n            pass", EVALUATED),
         ("N1", "self._next_step += 1", "self._next_step += 2", UNLIKE),
         (
             "N7",
@@ -394,8 +404,21 @@ MUTANTS = (
         ("X4", "if math.isfinite(scale):", "if True:", "test_engine_errors.py"),
         (
             "X5",
-            "self._run_layer(op, s, s.hidden, graph=False)",
-            "self._run_layer(op, s, s.hidden, graph=False)[::-1]",
+            "self._run_layer(op, s, s.hidden, graph=False)\n            return",
+            "self._run_layer(op, s, s.hidden, graph=False)[::-1]\n            return",
+        ),
+        (
+            "X32",
+            "s.hidden, graph=False)\n\n    def _loss",
+            "s.hidden[:1] * len(s.hidden), graph=False)\n\n    def _loss",
+            EVALUATED,
+        ),
+        ("X33", "s.norm.copy_(norm_of(", "(norm_of(", f"{EVALUATION}{NORMS}"),
+        (
+            "X34",
+            "state.norm if self.blocks.clip else None",
+            "state.norm",
+            f"{EVALUATION}test_without_clipping_there_is_no_gradient_norm",
         ),
         ("X7", "scale = scale + 0.0 * s.loss", "scale = scale + 0.0", "test_engine_errors.py"),
         ("X8", "hyper_tensor(s.index)", "hyper_tensor(0)", PLACEMENT),
@@ -461,6 +484,19 @@ MUTANTS = (
         "step.py",
         DECLARED,
         ("S1", 'reads.append("device weights 0")', "pass", TOUCHED),
+        ("S40", "elif kind in (Kind.TAIL, Kind.LOSS):", "elif kind is Kind.TAIL:", MISSING),
+        (
+            "S41",
+            "if not self.trains:",
+            "if False:",
+            f"{SCHEDULE}test_a_forward_only_step_loads_each_block_once_and_computes_the_loss",
+        ),
+        (
+            "S42",
+            "if self.trains:\n            yield from self.late_moments()",
+            "if True:\n            yield from self.late_moments()",
+            f"{EVALUATION}test_an_evaluation_is_that_of_the_updates_that_were_under_way",
+        ),
         (
             "S2",
             'writes.append(f"activations {block}")',
