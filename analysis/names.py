@@ -35,6 +35,16 @@ STATUSES = {
     "wont_fit": "does not fit",
     "error": "error",
 }
+THROTTLES = {
+    "sw_power_cap": "power",
+    "hw_power_brake": "power",
+    "sw_thermal": "heat",
+    "hw_thermal": "heat",
+    "hw_slowdown": "the board",
+    "sync_boost": "other GPUs",
+    "applications_clocks": "a set clock",
+}
+"""What held the clock down, by NVML's name; an idle device and its display are no such thing."""
 SETTINGS = {
     "system.depth": "weight slots",
     "system.streams": "CUDA streams",
@@ -63,6 +73,15 @@ VALUES: dict[str, dict[Any, str]] = {
     "system.pinned": {"exact": "exact size", "torch": "powers of two", "none": "pageable"},
     "system.master": {"split": "fp32, split", "fp32": "fp32, apart", "bf16": "bf16 alone"},
 }
+
+
+def throttled(reasons: Any) -> str:
+    """`power 80%`: what held the clock down, for which share of the time; nothing where unknown."""
+    shares: dict[str, float] = {}
+    for reason, share in (reasons if isinstance(reasons, dict) else {}).items():
+        if word := THROTTLES.get(reason):
+            shares[word] = max(share, shares.get(word, 0.0))
+    return ", ".join(f"{word} {share:.0%}" for word, share in shares.items())
 
 
 def family_name(family: str) -> str:

@@ -61,8 +61,9 @@ def index(lines: pd.DataFrame, results: Path) -> str:
     return "\n\n".join([head, tables.markdown(pd.DataFrame(told)), *drawn]) + "\n"
 
 
-def body(study: Study, mine: pd.DataFrame, picture: str) -> str:
-    """Question, answer, picture, and a table a run, the leading one first."""
+def body(study: Study, mine: pd.DataFrame, picture: str, *, energy: bool = False) -> str:
+    """Question, answer, picture, and a table a run, the leading one first; with joules and clocks
+    where `energy` asks for them."""
     lead = studies.leading(study, mine)
     first = lead.iloc[0]["run"]
     parts = [
@@ -72,17 +73,18 @@ def body(study: Study, mine: pd.DataFrame, picture: str) -> str:
         f"![{study.title}]({picture})" if picture else "",
     ]
     for run in [first, *sorted(set(mine["run"]) - {first}, reverse=True)]:
-        parts += [_run(study, part) for part in studies.parts(study, mine[mine["run"] == run])]
+        here = studies.parts(study, mine[mine["run"] == run])
+        parts += [_run(study, part, energy) for part in here]
     return "\n\n".join(filter(None, parts))
 
 
-def _run(study: Study, mine: pd.DataFrame) -> str:
+def _run(study: Study, mine: pd.DataFrame, energy: bool) -> str:
     first = mine.iloc[0]
     work = names.work(mine) if mine["batch_size"].nunique() * mine["seq_len"].nunique() == 1 else ""
     about = f"{work}, run `{first['run']}`." if work else f"run `{first['run']}`."
     notes = "\n".join(f"- {note}" for note in tables.notes(mine))
     head = f"## {first['run'][:10]}: {names.machine(first['machine_details'])}"
-    table = tables.markdown(tables.of(study, mine))
+    table = tables.markdown(tables.of(study, mine, energy=energy))
     return "\n\n".join(filter(None, [head, about[0].upper() + about[1:], table, notes]))
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from analysis import figures, pages, rows, speeds, studies, tables, timeline, whole
-from analysis.figures import step, style
+from analysis.figures import energy, step, style
 from analysis.studies import Study
 
 
@@ -38,12 +38,12 @@ def sections(
 
 def markdown(section: Section, picture: str) -> str:
     """One section as Markdown."""
-    return pages.body(section.study, section.lines, picture) + "\n"
+    return pages.body(section.study, section.lines, picture, energy=True) + "\n"
 
 
 def latex(study: Study, lines: pd.DataFrame) -> str:
     """The table of a study's leading run, as a paper includes it."""
-    shown = tables.of(study, studies.leading(study, lines))
+    shown = tables.of(study, studies.leading(study, lines), energy=True)
     return tables.latex(shown, study.title, study.name)
 
 
@@ -60,6 +60,9 @@ def report(
             f"--out: got nothing, allowed a folder where rows come from W&B ({beside}); give one"
         )
     texts, pictures = [], _timelines(beside, folder)
+    lines = pd.concat([section.lines for section in told])
+    for kind in ("png", "pdf") if energy.known(lines) else ():
+        pictures[folder / f"energy.{kind}"] = style.drawn(partial(energy.draw, lines), kind)
     for number, section in enumerate(told, 1):
         stem = "report" if len(told) == 1 else f"report-{number}"
         drawable = figures.drawable(*section)
@@ -71,7 +74,8 @@ def report(
     pictures[folder / "report.md"] = "\n".join(texts).encode()
     pictures[folder / "report.tex"] = "\n".join(latex(*section) for section in told).encode()
     whole.write_changed(pictures)
-    for old in (*folder.glob("report.p[nd][gf]"), *folder.glob("report-[0-9]*.p[nd][gf]")):
+    ours = ("report.p[nd][gf]", "report-[0-9]*.p[nd][gf]", "energy.p[nd][gf]")
+    for old in (path for pattern in ours for path in folder.glob(pattern)):
         if old not in pictures:
             old.unlink()
     return list(pictures)

@@ -23,7 +23,8 @@ from sweeps.runfile import Tagged
 GB = 1e9
 RUN = r"\d{4}-\d\d-\d\d_[a-z0-9-]+_\w+"
 """DATE_MACHINE_BOOT, the name of a run."""
-NUMBERS = "tokens_per_s device_gb host_gb final_loss max_loss_difference mfu tflops_6p cell_s"
+NUMBERS = "tokens_per_s device_gb host_gb final_loss max_loss_difference mfu tflops_6p cell_s "
+NUMBERS += "joules_per_token sm_mhz heldout_loss"
 """Columns that are numbers even in a frame where none is known."""
 VARIANTS = ("twinflow", "optimizer", "grad_op")
 """First words of a rival's preset that make another system of it; the others say how it was run."""
@@ -133,6 +134,7 @@ def _record(item: Tagged, together: Sequence[Row]) -> dict[str, Any]:
         "host_split": row.host_split or (split if row.status == "ok" else {}),
         "device_gb": row.peak_device_bytes and row.peak_device_bytes / GB,
         "host_gb": row.peak_host_bytes and row.peak_host_bytes / GB,
+        "joules_per_token": row.power_w and row.tokens_per_s and row.power_w / row.tokens_per_s,
     }
 
 

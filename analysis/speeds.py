@@ -87,6 +87,7 @@ def _line(key: Any, repeats: pd.DataFrame) -> dict[str, Any]:
     agreeing = told["agrees"].dropna()
     return line | {
         "agrees": bool(agreeing.all()) if len(agreeing) else None,
+        "joules_per_token": told["joules_per_token"].mean(),  # of equal work
         "num_repeats": len(measured),
         "num_failed": len(repeats) - len(measured),
         "step_s": [second for windows in told["step_s"] for second in windows],

@@ -15,15 +15,38 @@ from analysis.studies import Study
 from sweeps.agreement import REFERENCE, STAND_IN
 
 NONE = "—"
-WORDS = {"answer", "machine", "commit", "state", "losses", "system", "model", "doubt"}
+WORDS = {
+    "answer",
+    "held down by",
+    "machine",
+    "commit",
+    "state",
+    "losses",
+    "system",
+    "model",
+    "doubt",
+}
 """Columns of words, which stand to the left."""
 REFUSAL = re.compile(r"needs ([\d,]+) bytes of (\w+) memory, .*?([\d,]+)")
 CPU_NOTE = "CPU speeds prove wiring and numerics; they say nothing about GPUs."
 
 
-def of(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
-    """The table of one run."""
-    return comparison(study, lines) if study.compares else axes(study, lines)
+def of(study: Study, lines: pd.DataFrame, *, energy: bool = False) -> pd.DataFrame:
+    """The table of one run; with `energy` also joules a token and the clock, where rows know."""
+    shown = comparison(study, lines) if study.compares else axes(study, lines)
+    if not energy:
+        return shown
+    told = pd.DataFrame([_energy(line) for _, line in lines.iterrows()], index=lines.index)
+    return shown.join(told[[name for name in told if (told[name] != NONE).any()]])
+
+
+def _energy(line: pd.Series) -> dict[str, str]:
+    joules, mhz = line["joules_per_token"], line["sm_mhz"]
+    return {
+        "J/token": NONE if pd.isna(joules) else f"{joules:#.3g}",
+        "GHz": NONE if pd.isna(mhz) else f"{mhz / 1e3:.2f}",
+        "held down by": names.throttled(line["throttle_reasons"]) or NONE,
+    }
 
 
 def comparison(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
@@ -44,7 +67,7 @@ def comparison(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
         told.append(
             {"system": label} | _speed(line) | ratio | _memory(line) | {"losses": losses(line)}
         )
-    return pd.DataFrame(told)
+    return pd.DataFrame(told, index=ranked.index)
 
 
 def base_of(study: Study, lines: pd.DataFrame) -> pd.Series | None:
@@ -125,7 +148,7 @@ def axes(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
         work = NONE if pd.isna(line["tflops_6p"]) else f"{line['tflops_6p']:.0f}"
         tflops = {"TFLOPS": work} if study.value == "tflops_6p" else {}
         told.append(cells | _speed(line) | tflops | {over: change} | _memory(line))
-    return pd.DataFrame(told)
+    return pd.DataFrame(told, index=ordered.index)
 
 
 def value(line: pd.Series, path: str) -> str:

@@ -34,9 +34,9 @@ def measure(
     """Train `spec.num_steps` steps of a system that is set up, and time the windows among them.
 
     What it saw leaves as `losses` events, one for the warm-up and one a window: first_step; losses,
-    mean per label token, nats; seconds, None for the warm-up; num_tokens, those with a label;
-    counters, what the system counted meanwhile. A first window slower than `spec.stop_below` is the
-    last.
+    mean per label token, nats; gradient_norms, [] where the system does not tell; seconds, None for
+    the warm-up; num_tokens, those with a label; counters, what the system counted meanwhile. A
+    first window slower than `spec.stop_below` is the last.
 
     Raises NonFiniteLossError, after the step's window was reported, when a loss is NaN or infinite.
     """
@@ -64,20 +64,28 @@ def measure(
 
 def _enqueue(
     system: TrainingSystem, steps: Sequence[Batch], first: int, emit: Emit
-) -> list[torch.Tensor]:
-    """One train_step a batch; losses stay where they are. The progress event is one short write to
-    a pipe."""
+) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """One train_step a batch; losses and gradient norms stay where they are. The progress event is
+    one short write to a pipe."""
     pending = []
     for number, batch in enumerate(steps, first):
-        pending.append(system.train_step(batch))
+        loss = system.train_step(batch)
+        pending.append((loss, getattr(system, "gradient_norm", None)))
         emit("step", step=number)
     return pending
 
 
-def _read(pending: Sequence[torch.Tensor], first: int, emit: Emit, **seen: Any) -> None:
-    losses = [float(loss) for loss in pending]
+def _read(
+    pending: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+    first: int,
+    emit: Emit,
+    **seen: Any,
+) -> None:
+    losses = [float(loss) for loss, _ in pending]
+    norms = [float(norm) for _, norm in pending if norm is not None]
     if losses:
-        emit("losses", first_step=first, losses=losses, **seen)
+        known = norms if len(norms) == len(losses) else []
+        emit("losses", first_step=first, losses=losses, gradient_norms=known, **seen)
     for number, loss in enumerate(losses, first):
         if not math.isfinite(loss):
             raise NonFiniteLossError(

@@ -48,6 +48,11 @@ def every(check: Check) -> Check:
     return lambda value: isinstance(value, list) and bool(value) and all(map(check, value))
 
 
+def several(check: Check) -> Check:
+    """A list of what `check` accepts."""
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
 def named(check: Check) -> Check:
     """What `check` accepts, by name."""
     return lambda value: isinstance(value, dict) and all(map(check, value.values()))
@@ -89,6 +94,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
     "losses": {
         "first_step": whole,
         "losses": every(number),
+        "gradient_norms": maybe(several(number)),
         "seconds": maybe(positive),
         "num_tokens": whole,
         "counters": named(number),
@@ -103,7 +109,8 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
     "invalid": {"reason": text},
     "outlook": {"cell": text, "events": expected, "refusal": maybe(text)},
 }
-"""All of them are required. `outlook` comes of many cells from one process (sweeps.outlook)."""
+"""All are required but those that may be None. `outlook` comes of many cells from one process
+(sweeps.outlook)."""
 
 
 class Emitter:

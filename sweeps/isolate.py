@@ -84,7 +84,7 @@ def run_isolated(
     outcome.cell_s = time.monotonic() - started
     outcome.peak_host_bytes, outcome.peak_host = sampler.peak_host_bytes, sampler.peak_host
     outcome.peak_device_nvml_bytes = sampler.peak_device_bytes
-    outcome.pace = pace(sampler.looks)
+    outcome.pace = pace(*sampler.spells)
     _judge(outcome, exit_code, timeout_s, log)
     return outcome
 
@@ -181,8 +181,8 @@ def _take(
         outcome.events.append(event)
     if event["event"] == "losses" and event["first_step"] == 0:  # all of training was touched
         sampler.hurry()
-    if event["event"] == "phase" and event["name"] == "windows":
-        sampler.watch_pace()
+    if event["event"] == "phase":  # between windows nothing is timed
+        sampler.watch_pace(event["name"] == "windows")
     on_event(event)
     return True
 

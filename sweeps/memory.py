@@ -11,12 +11,14 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
 
 import psutil
+
+from sweeps.energy import Rapl
 
 KINDS = ("Pss_Anon", "Pss_File", "Pss_Shmem")
 """Kinds of pages that smaps_rollup splits the proportional set size into: private, of mapped files,
@@ -99,6 +101,8 @@ class Look:
     """Millijoules since the driver was loaded."""
     reasons: int | None
     """Bits of THROTTLE_REASONS."""
+    host_j: float | None = None
+    """Joules of the host's processors since the looks began."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,15 +115,18 @@ class Pace:
     """From the device's own count of energy."""
     throttle_reasons: dict[str, float] | None = None
     """Reason -> share of the looks at which it held the clock down; {} where none ever did."""
+    host_power_w: float | None = None
+    """Of the host's processors and their memory, by their own count (RAPL)."""
 
 
-def pace(looks: Sequence[Look]) -> Pace:
-    """Means over `looks`; power is the energy between the first and the last over the time between
-    them."""
+def pace(*spells: Sequence[Look]) -> Pace:
+    """Means over the looks of some spells; power is the energy between the first and the last look
+    of each over the time between them."""
+    looks = [look for spell in spells for look in spell]
     clocks = [look.sm_mhz for look in looks if look.sm_mhz is not None]
     bits = [look.reasons for look in looks if look.reasons is not None]
-    energy = [(look.at_s, look.energy_mj) for look in looks if look.energy_mj is not None]
-    seconds = energy[-1][0] - energy[0][0] if energy else 0.0
+    joules = [[(k.at_s, k.energy_mj / 1e3) for k in s if k.energy_mj is not None] for s in spells]
+    host_joules = [[(k.at_s, k.host_j) for k in s if k.host_j is not None] for s in spells]
     shares = {
         name: fmean(seen >> bit & 1 for seen in bits)
         for bit, name in enumerate(THROTTLE_REASONS)
@@ -127,9 +134,17 @@ def pace(looks: Sequence[Look]) -> Pace:
     }
     return Pace(
         sm_mhz=fmean(clocks) if clocks else None,
-        power_w=(energy[-1][1] - energy[0][1]) / 1e3 / seconds if seconds else None,
+        power_w=_mean_power(joules),
         throttle_reasons={name: share for name, share in shares.items() if share} if bits else None,
+        host_power_w=_mean_power(host_joules),
     )
+
+
+def _mean_power(spells: Sequence[Sequence[tuple[float, float]]]) -> float | None:
+    """Watts, from (seconds, joules) at some moments of each spell; None without two moments."""
+    ends = [(spell[0], spell[-1]) for spell in spells if spell]
+    seconds = sum(last[0] - first[0] for first, last in ends)
+    return sum(last[1] - first[1] for first, last in ends) / seconds if seconds else None
 
 
 class DeviceSampler(Protocol):
@@ -258,30 +273,36 @@ class Sampler:
         """Bytes by kind at the moment of the largest total."""
         self.peak_host_bytes: int | None = None
         self.peak_device_bytes: int | None = None
-        self.looks: list[Look] = []
-        """Taken since `watch_pace`."""
+        self.spells: list[list[Look]] = []
+        """What was seen from each `watch_pace` to its end."""
         self._pid, self._device, self._interval_s, self._due = pid, device, interval_s, 0.0
-        self._watching, self._look_due = False, 0.0
+        self._watching, self._look_due, self._rapl = False, 0.0, Rapl()
 
     def hurry(self) -> None:
         """Take the next sample at the next `poll`: the process has reached its full size, and a
         short run may end before a sample would be due."""
         self._due = 0.0
 
-    def watch_pace(self) -> None:
-        """From now on `poll` records clock, energy and throttle reasons too."""
-        self._watching = True
+    def watch_pace(self, watching: bool) -> None:
+        """From now on `poll` records clock, energy and throttle reasons too, or no longer."""
+        if self._watching:
+            self._take_look()
+        elif watching:
+            self.spells.append([])
+        self._watching, self._look_due = watching, 0.0
 
     def _look(self) -> None:
         started = time.monotonic()
-        if (
-            self._watching
-            and started >= self._look_due
-            and (seen := self._device.look()) is not None
-        ):
-            self.looks.append(seen)
+        if self._watching and started >= self._look_due:
+            self._take_look()
             finished = time.monotonic()
             self._look_due = finished + max(self._interval_s, BACKOFF * (finished - started))
+
+    def _take_look(self) -> None:
+        seen, host_j = self._device.look(), self._rapl.joules()
+        if seen is not None or host_j is not None:
+            blind = Look(at_s=time.monotonic(), sm_mhz=None, energy_mj=None, reasons=None)
+            self.spells[-1].append(replace(seen or blind, host_j=host_j))
 
     def poll(self) -> dict[str, int | None] | None:
         """Sample if due: {"host_bytes", "device_bytes"} now, else None."""

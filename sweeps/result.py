@@ -36,8 +36,8 @@ STATUSES = (
 )
 """ok: measured. wont_fit: refused from `plan` before anything was allocated. oom_host: killed by
 SIGKILL, or MemoryError."""
-HISTORY = ("losses", "step_s")
-"""Fields of a row that are the history of its W&B run."""
+HISTORY = {"losses": "loss", "step_s": "step_s", "gradient_norms": "gradient_norm"}
+"""Fields of a row that are the history of its W&B run -> what they are called there."""
 ENDING = 4096
 """Bytes by which a file of rows that grew is known again."""
 HOST_KINDS = ("weights", "master", "moments", "gradients", "staging")
@@ -82,6 +82,9 @@ class Row:
     rows."""
     losses: list[float] = field(default_factory=list)
     """Loss of every step, warm-up included, in order."""
+    gradient_norms: list[float] = field(default_factory=list)
+    """Global 2-norm of every step's gradients, before clipping; [] where unknown, and in older
+    rows."""
     heldout_loss: float | None = None
     """Mean over the label tokens of measure.heldout_tokens of the held-out text, of the plain model
     with the trained parameters."""
@@ -102,13 +105,16 @@ class Row:
     """Device memory that was in use beside the cell, where others were there; None where nobody
     was, and in older rows."""
     sm_mhz: float | None = None
-    """Mean clock of the multiprocessors over the timed windows; this and the two below None where
+    """Mean clock of the multiprocessors over the timed windows; this and the three below None where
     unknown, and in older rows."""
     power_w: float | None = None
     """Mean power of the device over them, by its own count of energy."""
     throttle_reasons: dict[str, float] | None = None
     """What held the clock down meanwhile, by NVML's names: share of the looks at it; {} where
     nothing did."""
+    host_power_w: float | None = None
+    """Mean power of the host's processors and their memory over them, by their own count of
+    energy."""
     peak_host_bytes: int | None = None
     """Peak PSS of the cell's process tree, sampled from outside it (pinned pages included)."""
     host_bytes: dict[str, int] = field(default_factory=dict)
@@ -353,7 +359,7 @@ CONFIG_HAS = ("config.system.dtype", "config.measure", "config.machine.device")
 """What cells are compared by: a row has it, unless it has no config at all."""
 LARGEST = 1 << 60
 """Whole numbers are smaller: a table adds some of them, and holds 64 bits."""
-ANY_NUMBER = ("losses", "heldout_loss", "max_loss_difference")
+ANY_NUMBER = ("losses", "gradient_norms", "heldout_loss", "max_loss_difference")
 """Fields that may be negative, infinite or no number at all; the others are what was counted."""
 DIVISORS = ("batch_size", "seq_len", "num_micro_batches", "num_params", "tokens_per_s", "step_s")
 """Fields that are not zero either."""
@@ -470,8 +476,8 @@ def _shown(value: Any) -> str:
 
 
 def history(row: Row) -> Iterator[tuple[int, dict[str, float]]]:
-    """What W&B gets as history, (step, values): the loss of every step; at a window's last step
-    also its seconds and tokens/s."""
+    """What W&B gets as history, (step, values): loss and gradient norm of every step; at a window's
+    last step also its seconds and tokens/s."""
     measure = row.config.get("measure", {})
     warmup, length = int(measure.get("warmup_steps", 0)), int(measure.get("steps_per_window", 1))
     tokens = (
@@ -480,8 +486,9 @@ def history(row: Row) -> Iterator[tuple[int, dict[str, float]]]:
     ends = {
         warmup + (number + 1) * length - 1: seconds for number, seconds in enumerate(row.step_s)
     }
-    for step in sorted({*range(len(row.losses)), *ends}):
-        values = {"loss": row.losses[step]} if step < len(row.losses) else {}
+    by_step = {"loss": row.losses, "gradient_norm": row.gradient_norms}
+    for step in sorted({*range(max(map(len, by_step.values()))), *ends}):
+        values = {name: one[step] for name, one in by_step.items() if step < len(one)}
         if step in ends:
             values |= {"step_s": ends[step]} | (
                 {"tokens_per_s": tokens / ends[step]} if tokens else {}
@@ -501,9 +508,9 @@ def unpacked(text: str, steps: Iterable[Mapping[str, Any]], where: str) -> Row:
     """The row again, from `packed` and the history (entries with a `_step`, in any order);
     ValueError where some are missing."""
     record, ordered = json.loads(text), sorted(steps, key=lambda entry: int(entry["_step"]))
-    for name, key in zip(HISTORY, ("loss", "step_s"), strict=True):
+    for name, key in HISTORY.items():
         found = [entry[key] for entry in ordered if entry.get(key) is not None]
-        if len(found) != record.get(name):
+        if len(found) != record.get(name, 0):  # runs of before lack the norms
             raise ValueError(
                 f"{where} has {len(found)} of {record.get(name)} {name}: its writer was stopped; "
                 "upload the row again"

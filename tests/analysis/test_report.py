@@ -51,6 +51,21 @@ def test_a_comparison_has_a_table_an_answer_and_a_picture(tmp_path: Path, capsys
     assert order == ["in memory", "MegaTrain", "ZeRO-3", "ZenFlow", "FSDP2"]
 
 
+def test_energy_stands_in_the_report_where_rows_know_it(tmp_path: Path, capsys) -> None:
+    pace = {"power_w": 600.0, "sm_mhz": 1480.0, "throttle_reasons": {"sw_power_cap": 0.75}}
+    given = [row("zero3", [3.0] * 3), row("megatrain", [1.0] * 3, **pace)]
+    path = save(tmp_path / "rows.jsonl", given)
+    assert run(capsys, "report", path)[0] == 0
+    page = (tmp_path / "report.md").read_text()
+    assert "| 0.0183 | 1.48 | power 75% |" in page  # 600 W over 32,768 tokens/s
+    assert "0.0183" in (tmp_path / "report.tex").read_text()
+    assert (tmp_path / "energy.png").read_bytes().startswith(b"\x89PNG")
+    save(path, given[:1])
+    assert run(capsys, "report", path)[0] == 0
+    assert not (tmp_path / "energy.png").exists()
+    assert "J/token" not in (tmp_path / "report.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("given", "x", "hue", "figure"),
     [

@@ -97,6 +97,29 @@ def test_windows_lie_between_drains() -> None:
     ]
 
 
+class Normed(Recorder):
+    """One that knows the norm of its gradients, in a tensor of each step's own."""
+
+    gradient_norm: torch.Tensor | None = None
+
+    def train_step(self, batch: Batch) -> torch.Tensor:
+        loss = super().train_step(batch)
+        self.gradient_norm = 10 * loss
+        return loss
+
+
+def test_gradient_norms_stand_beside_the_losses_where_they_are_known() -> None:
+    assert [event["gradient_norms"] for event in run(Recorder())] == [[], [], []]
+    read = run(Normed())
+    assert [event["gradient_norms"] for event in read] == [
+        [10 * loss for loss in event["losses"]] for event in read
+    ]
+    auto.register()
+    (cell,) = command_of(["model=tiny", "system=megatrain"]).cells
+    row = row_of(cell, Outcome(status="ok", events=read), started_at="", machine={})
+    assert row.gradient_norms == [10 * loss for loss in row.losses] != []
+
+
 def test_a_slow_first_window_is_the_last() -> None:
     for stop_below, num_windows in (
         (5.2, 1),
@@ -182,13 +205,19 @@ def test_rows_round_trip_with_nan(tmp_path: Path) -> None:
 def test_the_history_of_a_run_is_the_row() -> None:
     config = {"measure": {"warmup_steps": 1, "steps_per_window": 2}}
     row = Row(
-        **ROW, cell="a", losses=[3.0, 2.0, 1.0], step_s=[0.5], tokens_per_s=28.0, config=config
-    )  # 14 of 16 are labels
+        **ROW,
+        cell="a",
+        losses=[3.0, 2.0, 1.0],
+        gradient_norms=[9.0, 8.0, 7.0],
+        step_s=[0.5],
+        tokens_per_s=28.0,  # 14 of 16 are labels
+        config=config,
+    )
     steps = list(history(row))
     assert steps == [
-        (0, {"loss": 3.0}),
-        (1, {"loss": 2.0}),
-        (2, {"loss": 1.0, "step_s": 0.5, "tokens_per_s": 28.0}),
+        (0, {"loss": 3.0, "gradient_norm": 9.0}),
+        (1, {"loss": 2.0, "gradient_norm": 8.0}),
+        (2, {"loss": 1.0, "gradient_norm": 7.0, "step_s": 0.5, "tokens_per_s": 28.0}),
     ]
 
 
