@@ -2,13 +2,15 @@
 
 Invariant: warm-up, drain; then each window is start, K steps, drain, stop. Inside a window nothing
 is read back, so nothing but the system itself can synchronise; batches are made before the clock
-starts.
+starts. Text that is not trained on is evaluated before the first step and between windows, on
+nobody's clock.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any
 
 import torch
 
-from baselines.system import TrainingSystem
+from baselines.system import TrainingSystem, Unsupported
 from engine import Batch, NonFiniteLossError
 from sweeps.config import Measure
 
@@ -30,24 +32,29 @@ def measure(
     spec: Measure,
     emit: Emit,
     clock: Callable[[], float] = time.perf_counter,
+    heldout: Sequence[Batch] = (),
 ) -> None:
     """Train `spec.num_steps` steps of a system that is set up, and time the windows among them.
 
     What it saw leaves as `losses` events, one for the warm-up and one a window: first_step; losses,
     mean per label token, nats; gradient_norms, [] where the system does not tell; seconds, None for
     the warm-up; num_tokens, those with a label; counters, what the system counted meanwhile. A
-    first window slower than `spec.stop_below` is the last.
+    first window slower than `spec.stop_below` is the last. heldout: what is evaluated before the
+    first step and after every window, as `Curve` says.
 
     Raises NonFiniteLossError, after the step's window was reported, when a loss is NaN or infinite.
     """
+    curve = Curve(system, heldout, emit)
+    curve.look()
     emit("phase", name="warm-up")
     warmup = [next(batches) for _ in range(spec.warmup_steps)]
     pending = _enqueue(system, warmup, 0, emit)
     system.drain()
     counted = dict(system.counters())
     _read(pending, 0, emit, seconds=None, num_tokens=0, counters=counted)
-    emit("phase", name="windows")
+    curve.trained(warmup, 0.0)
     for window in range(spec.windows):
+        emit("phase", name="windows")
         first_step = spec.warmup_steps + window * spec.steps_per_window
         steps = [next(batches) for _ in range(spec.steps_per_window)]
         num_tokens = sum(batch.num_tokens for batch in steps)
@@ -58,8 +65,52 @@ def measure(
         before, counted = counted, dict(system.counters())
         counters = {name: value - before.get(name, 0.0) for name, value in counted.items()}
         _read(pending, first_step, emit, seconds=seconds, num_tokens=num_tokens, counters=counters)
+        curve.trained(steps, seconds)
+        curve.look()
         if window == 0 and num_tokens < spec.stop_below * seconds:
             break
+
+
+class Curve:
+    """The loss on held-out batches as training goes on, an `evaluated` event a look: step, tokens
+    (those with a label that were trained on so far), seconds (of the timed windows so far), loss.
+
+    A system that cannot says so once, in a `not_evaluated` event.
+    """
+
+    def __init__(self, system: TrainingSystem, batches: Sequence[Batch], emit: Emit) -> None:
+        self._system, self._batches, self._emit = system, list(batches), emit
+        self._step, self._tokens, self._seconds = 0, 0, 0.0
+
+    def trained(self, steps: Sequence[Batch], seconds: float) -> None:
+        """Count what was trained since the last look."""
+        self._step += len(steps)
+        self._tokens += sum(batch.num_tokens for batch in steps)
+        self._seconds += seconds
+
+    def look(self) -> None:
+        """Evaluate; nothing where there is no batch."""
+        if not self._batches:
+            return
+        self._emit("phase", name="evaluation")
+        try:
+            losses = [float(self._evaluate(batch)) for batch in self._batches]
+        except Unsupported as error:
+            self._batches = []
+            self._emit("not_evaluated", reason=f"no held-out curve: {error}")
+            return
+        self._system.drain()
+        sizes = [batch.num_tokens for batch in self._batches]
+        loss = sum(map(operator.mul, losses, sizes)) / sum(sizes)
+        seen = {"step": self._step, "tokens": self._tokens, "seconds": self._seconds}
+        self._emit("evaluated", **seen, loss=loss)
+
+    def _evaluate(self, batch: Batch) -> torch.Tensor:
+        evaluate: Any = getattr(self._system, "evaluate", None)
+        if evaluate is None:
+            raise Unsupported("the system evaluates no batch without training on it")
+        loss: torch.Tensor = evaluate(batch)
+        return loss
 
 
 def _enqueue(

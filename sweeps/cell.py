@@ -63,7 +63,8 @@ def work(cell: Cell, emit: Emitter, rates: Mapping[str, float] | None = None) ->
     model = None
     try:
         system.setup(starting_weights(spec.model, cell.seed, spec.dtype, spec.device))
-        bench.measure(system, steps, cell.measure, emit)
+        follow = heldout.batches(cell) if cell.measure.heldout_every_window else ()
+        bench.measure(system, steps, cell.measure, emit, heldout=follow)
         cuda = spec.device.type == "cuda"
         emit(
             "done",

@@ -148,6 +148,8 @@ class Measure:
     """Tokens/s. Where the first window is slower, it is the last. A search sets this."""
     heldout_tokens: int = 0
     """Held-out tokens on which the trained parameters are evaluated after the measurement."""
+    heldout_every_window: bool = False
+    """Whether the system evaluates them too, before the first step and after every window."""
 
     def __post_init__(self) -> None:
         _at_least("measure.repeat", self.repeat, 1)
@@ -156,6 +158,11 @@ class Measure:
                 f"measure.stop_below: got {self.stop_below}, allowed >= 0; 0 measures every window"
             )
         _at_least("measure.heldout_tokens", self.heldout_tokens, 0)
+        if self.heldout_every_window and not self.heldout_tokens:
+            raise ValueError(
+                "measure.heldout_every_window: got true with measure.heldout_tokens=0, allowed "
+                "with some; give measure.heldout_tokens"
+            )
         _at_least("measure.warmup_steps", self.warmup_steps, 0)
         _at_least("measure.windows", self.windows, 1)
         _at_least("measure.steps_per_window", self.steps_per_window, 1)

@@ -105,6 +105,8 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         "reserved_bytes": maybe(whole),
     },
     "heldout": {"loss": number},
+    "evaluated": {"step": whole, "tokens": whole, "seconds": number, "loss": number},
+    "not_evaluated": {"reason": text},
     "failed": {"status": lambda value: value in STATUSES and value != "ok", "reason": text},
     "invalid": {"reason": text},
     "outlook": {"cell": text, "events": expected, "refusal": maybe(text)},

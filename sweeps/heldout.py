@@ -7,6 +7,9 @@ way, through `parameters()`.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -14,6 +17,7 @@ from baselines.loss import CausalLMLoss
 from baselines.model import decoder_layers, materialise
 from baselines.rival import micro_batches
 from baselines.system import TrainingSystem
+from engine import IGNORE_INDEX, Batch
 from sweeps.config import Cell
 from sweeps.text import stream_of
 
@@ -23,6 +27,29 @@ def trained(system: TrainingSystem, cell: Cell) -> nn.Module:
     are after its last step."""
     spec = cell.spec()
     return materialise(spec.model, spec.dtype, torch.device("cpu"), system.parameters())
+
+
+def batches(cell: Cell) -> list[Batch]:
+    """The same text for the system itself: as many sequences at once as its micro-batches have.
+
+    The last batch is filled up with sequences without labels, so that all are of one shape.
+    """
+    alone, size = list(stream_of(cell).heldout(cell.measure.heldout_tokens)), cell.shape
+    return [
+        _joined(alone[first : first + size.micro_batch_size], size.micro_batch_size)
+        for first in range(0, len(alone), size.micro_batch_size)
+    ]
+
+
+def _joined(alone: Sequence[Batch], num_rows: int) -> Batch:
+    filled = dataclasses.replace(alone[0], labels=torch.full_like(alone[0].labels, IGNORE_INDEX))
+    rows = [*alone, *[filled] * (num_rows - len(alone))]
+    packed = rows[0].position_ids is not None
+    return Batch(
+        tokens=torch.cat([row.tokens for row in rows], dim=1),
+        labels=torch.cat([row.labels for row in rows], dim=1),
+        position_ids=torch.cat([row.position_ids for row in rows], dim=1) if packed else None,
+    )
 
 
 @torch.no_grad()

@@ -20,7 +20,13 @@ PATHS = {"checkout": "published_megatrain", "nvme_path": "zero_infinity"}
 row has these fields."""
 CHECKPOINT = "checkpoint"
 """Field of a model that says where its weights lie on this machine. A row has the folder's name."""
-UNHASHED_MEASURE = ("timeout_s", "repeated", "stop_below", "heldout_tokens")
+UNHASHED_MEASURE = (
+    "timeout_s",
+    "repeated",
+    "stop_below",
+    "heldout_tokens",
+    "heldout_every_window",
+)
 KEPT = "kept"
 """Word of the preset of a rival that keeps activations instead of recomputing every layer."""
 FALLBACK = "torch_adamw"

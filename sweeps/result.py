@@ -88,6 +88,10 @@ class Row:
     heldout_loss: float | None = None
     """Mean over the label tokens of measure.heldout_tokens of the held-out text, of the plain model
     with the trained parameters."""
+    heldout: list[dict[str, float]] = field(default_factory=list)
+    """The loss on them as the system itself evaluated it meanwhile: step, tokens (label tokens
+    trained on so far), seconds (of the timed windows so far), loss. [] where not asked for, where
+    the reason says why not, and in older rows."""
     agrees: bool | None = None
     """Largest |loss - reference loss| <= LOSS_TOLERANCE over the steps both ran; None without a
     reference row."""

@@ -216,7 +216,11 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
     tflops = _tflops(plan.get("flops_per_token", {}), tokens_per_s)
     memory = {name: done.get(f"{name}_bytes") for name in ("allocated", "reserved")}
     memory["nvml"] = outcome.peak_device_nvml_bytes
-    reasons = _stopped(cell, len(windows)) if measured else "", outcome.reason
+    reasons = (
+        _stopped(cell, len(windows)) if measured else "",
+        outcome.last("not_evaluated").get("reason"),
+        outcome.reason,
+    )
     preset = cell.options.get("preset")
     on_gpu = cell.machine.device == "cuda"
     peak = outcome.peak_host_bytes
@@ -244,6 +248,7 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
         losses=[loss for event in read for loss in event["losses"]],
         gradient_norms=[norm for event in read for norm in event.get("gradient_norms") or []],
         heldout_loss=outcome.last("heldout").get("loss") if measured else None,
+        heldout=_all_but_name(outcome, "evaluated"),
         dtypes=dict(plan.get("dtypes", {})),
         caveat=named(plan["caveat"], cell) if plan.get("caveat") else None,
         peak_device_bytes=memory["allocated"],
@@ -264,6 +269,12 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
         cell_s=outcome.cell_s,
         config=published(cell.config),
     )
+
+
+def _all_but_name(outcome: Outcome, name: str) -> list[dict[str, Any]]:
+    """The fields of every event of that name, in order."""
+    mine = [dict(event) for event in outcome.events if event["event"] == name]
+    return [{key: one[key] for key in one if key != "event"} for one in mine]
 
 
 def _tokens_per_s(windows: list[Event]) -> float:

@@ -259,6 +259,7 @@ TABLE = {
         measure.repeated=[nope] --multirun => measure.repeated: got 'nope'
         measure.trace=perhaps => measure.trace: got 'perhaps'
         measure.heldout_tokens=-1 => measure.heldout_tokens: got -1
+        measure.heldout_every_window=true measure.heldout_tokens=0 => measure.heldout_every_window: got true with
         +measure.nope=1 => measure.nope: got 1
         logging.wandb=perhaps => logging.wandb: got 'perhaps'
         logging.wandb=7 => logging.wandb: got 7

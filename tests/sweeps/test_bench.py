@@ -120,6 +120,66 @@ def test_gradient_norms_stand_beside_the_losses_where_they_are_known() -> None:
     assert row.gradient_norms == [10 * loss for loss in row.losses] != []
 
 
+class Evaluating(Recorder):
+    """One that can be asked for the loss of a batch: a hundredth of the steps before, negative."""
+
+    def evaluate(self, batch: Batch) -> torch.Tensor:
+        self.calls.append("evaluate")
+        self.now += 100.0
+        return torch.tensor(self.calls.count("step") / 100 + float(batch.tokens[0, 0, 0]))
+
+
+def followed(system: Recorder, sizes: dict[int, int]) -> list[dict]:
+    """Every event of a measurement with held-out batches: their loss's offset -> label tokens."""
+    events: list[dict] = []
+    batches = []
+    for offset, size in sizes.items():
+        labels = torch.full((1, 1, 4), -100)
+        labels[0, 0, :size] = 1
+        batches.append(Batch(tokens=torch.full((1, 1, 4), offset), labels=labels))
+    bench.measure(
+        system,
+        forever(),
+        Measure(warmup_steps=2, windows=2, steps_per_window=3),
+        lambda event, **more: events.append({"event": event, **more}),
+        system.clock,
+        heldout=batches,
+    )
+    return events
+
+
+def test_held_out_text_is_evaluated_before_the_first_step_and_between_windows() -> None:
+    system = Evaluating()
+    events = followed(system, {0: 3, 4: 1})
+    window = ["clock", "step", "step", "step", "drain", "clock"]
+    look = ["evaluate", "evaluate", "drain"]
+    assert system.calls == [*look, "step", "step", "drain", *window, *look, *window, *look]
+    assert [event["seconds"] for event in events if event["event"] == "losses"] == [None, 3.5, 3.5]
+    seen = [event for event in events if event["event"] == "evaluated"]
+    assert [(one["step"], one["tokens"], one["seconds"]) for one in seen] == [
+        (0, 0, 0.0), (5, 30, 3.5), (8, 48, 7.0)
+    ]  # fmt: skip
+    # Three tokens of offset 0 and one of offset 4.
+    assert [one["loss"] for one in seen] == pytest.approx([1.0, 1.05, 1.08])
+    phases = [event["name"] for event in events if event["event"] == "phase"]
+    assert phases == ["evaluation", "warm-up", *["windows", "evaluation"] * 2]
+    auto.register()
+    (cell,) = command_of(["model=tiny", "system=megatrain"]).cells
+    row = row_of(cell, Outcome(status="ok", events=events), started_at="", machine={})
+    assert [point["step"] for point in row.heldout] == [0, 5, 8]
+    assert list(row.heldout[0]) == ["step", "tokens", "seconds", "loss"]
+
+
+def test_a_system_that_cannot_evaluate_says_so_in_its_row() -> None:
+    events = followed(Recorder(), {0: 1})
+    auto.register()
+    (cell,) = command_of(["model=tiny", "system=megatrain"]).cells
+    row = row_of(cell, Outcome(status="ok", events=events), started_at="", machine={})
+    assert row.heldout == []
+    assert "no held-out curve: the system evaluates no batch" in row.reason
+    assert sum(event["event"] == "not_evaluated" for event in events) == 1
+
+
 def test_a_slow_first_window_is_the_last() -> None:
     for stop_below, num_windows in (
         (5.2, 1),

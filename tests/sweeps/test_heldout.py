@@ -76,3 +76,20 @@ def test_no_text_no_loss():
         spec.model, spec.dtype, spec.device, initial_weights(spec.model, 1, spec.dtype, spec.device)
     )
     assert heldout.loss(model, cell) is None
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_a_system_is_given_the_same_text_in_batches_of_its_shape(num_micro_batches: int):
+    cell = cell_of(
+        "shape.batch_size=4",
+        f"shape.num_micro_batches={num_micro_batches}",
+        "measure.heldout_every_window=true",
+    )
+    rows = 4 // num_micro_batches
+    batches = heldout.batches(cell)
+    assert {tuple(batch.tokens.shape) for batch in batches} == {(1, rows, 16)}
+    alone = list(data.ByteStream(data.corpus_of(cell.data), cell.shape, 0).heldout(50))
+    assert sum(batch.num_tokens for batch in batches) == sum(one.num_tokens for one in alone)
+    labels = torch.cat([batch.labels[0] for batch in batches])
+    assert torch.equal(labels[: len(alone)], torch.cat([one.labels[0] for one in alone]))
+    assert (labels[len(alone) :] == -100).all()
