@@ -40,7 +40,7 @@ def work(cell: Cell, emit: Emitter, rates: Mapping[str, float] | None = None) ->
     from baselines.checkpoint import starting_weights
     from baselines.model_check import require_runnable
     from engine import Rates
-    from sweeps import bench, heldout, outlook
+    from sweeps import bench, exact_match, heldout, outlook
     from sweeps.text import stream_of
 
     spec = cell.spec()
@@ -51,6 +51,7 @@ def work(cell: Cell, emit: Emitter, rates: Mapping[str, float] | None = None) ->
         system = outlook.built(cell, rates=Rates(**rates) if rates else None)
         expected = outlook.outlook_of(system, cell)
         steps = stream_of(cell)
+        asked = exact_match.questions(cell, steps)
     except ValueError as error:
         emit("invalid", reason=" ".join(str(error).split()))
         return
@@ -72,7 +73,7 @@ def work(cell: Cell, emit: Emitter, rates: Mapping[str, float] | None = None) ->
             allocated_bytes=torch.cuda.max_memory_allocated() if cuda else None,
             reserved_bytes=torch.cuda.max_memory_reserved() if cuda else None,
         )
-        if cell.measure.heldout_tokens:
+        if cell.measure.heldout_tokens or asked:
             model = heldout.trained(system, cell)
         if cell.measure.trace:
             path = cell.output_dir / "traces" / f"{cell.hash}-{cell.system}.json"
@@ -83,8 +84,11 @@ def work(cell: Cell, emit: Emitter, rates: Mapping[str, float] | None = None) ->
             bench.trace(system, steps, cell.measure.steps_per_window, path)
     finally:
         system.close()
-    if model is not None:  # its device may have had no room before
+    if model is not None and cell.measure.heldout_tokens:  # its device may have had no room before
         emit("heldout", loss=heldout.loss(model, cell))
+    if model is not None and asked:
+        share = exact_match.share(model, cell, asked)
+        emit("exact_match", share=share, num_questions=len(asked))
 
 
 def main() -> int:

@@ -8,6 +8,7 @@ what it got, what is allowed, what to do.
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import stat
 import subprocess
@@ -151,8 +152,15 @@ class Measure:
     heldout_every_window: bool = False
     """Whether the system evaluates them too, before the first step and after every window."""
 
+    exact_match: int = 0
+    """Held-out questions that the plain model answers with the trained parameters afterwards."""
+    answer_pattern: Word = None
+    """Regular expression whose last match in an answer is what is compared; None compares all."""
+
     def __post_init__(self) -> None:
         _at_least("measure.repeat", self.repeat, 1)
+        _at_least("measure.exact_match", self.exact_match, 0)
+        self._check_pattern()
         if not self.stop_below >= 0:
             raise ValueError(
                 f"measure.stop_below: got {self.stop_below}, allowed >= 0; 0 measures every window"
@@ -166,6 +174,20 @@ class Measure:
         _at_least("measure.warmup_steps", self.warmup_steps, 0)
         _at_least("measure.windows", self.windows, 1)
         _at_least("measure.steps_per_window", self.steps_per_window, 1)
+
+    def _check_pattern(self) -> None:
+        pattern = self.answer_pattern
+        if pattern is None:
+            return
+        got = f"measure.answer_pattern: got {pattern!r}"
+        if not self.exact_match:
+            raise ValueError(f"{got}, allowed with measure.exact_match; give a number of questions")
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise ValueError(
+                f"{got} ({error}), allowed a regular expression of Python; correct it"
+            ) from None
 
     @property
     def num_steps(self) -> int:
@@ -358,7 +380,13 @@ def _check_groups(config: Mapping[str, Any]) -> None:
 
 
 def _check_text(cell: Cell) -> None:
-    """ValueError, one line, where the model cannot take the bytes or the length of the text."""
+    """ValueError, one line, where the model cannot take the bytes or the length of the text, or the
+    text has no questions."""
+    if cell.measure.exact_match and cell.data.prompt_field is None:
+        raise ValueError(
+            f"measure.exact_match: got {cell.measure.exact_match}, allowed with questions and "
+            "answers; give data=text, data.files, data.prompt_field and data.answer_field"
+        )
     longest = cell.model.config.get("max_position_embeddings")
     if isinstance(longest, int) and cell.shape.seq_len > longest:
         raise ValueError(

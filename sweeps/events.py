@@ -105,6 +105,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         "reserved_bytes": maybe(whole),
     },
     "heldout": {"loss": number},
+    "exact_match": {"share": number, "num_questions": whole},
     "evaluated": {"step": whole, "tokens": whole, "seconds": number, "loss": number},
     "not_evaluated": {"reason": text},
     "failed": {"status": lambda value: value in STATUSES and value != "ok", "reason": text},

@@ -44,11 +44,11 @@ def batches(cell: Cell) -> list[Batch]:
 def _joined(alone: Sequence[Batch], num_rows: int) -> Batch:
     filled = dataclasses.replace(alone[0], labels=torch.full_like(alone[0].labels, IGNORE_INDEX))
     rows = [*alone, *[filled] * (num_rows - len(alone))]
-    packed = rows[0].position_ids is not None
+    places = [row.position_ids for row in rows if row.position_ids is not None]
     return Batch(
         tokens=torch.cat([row.tokens for row in rows], dim=1),
         labels=torch.cat([row.labels for row in rows], dim=1),
-        position_ids=torch.cat([row.position_ids for row in rows], dim=1) if packed else None,
+        position_ids=torch.cat(places, dim=1) if places else None,
     )
 
 

@@ -26,6 +26,8 @@ UNHASHED_MEASURE = (
     "stop_below",
     "heldout_tokens",
     "heldout_every_window",
+    "exact_match",
+    "answer_pattern",
 )
 KEPT = "kept"
 """Word of the preset of a rival that keeps activations instead of recomputing every layer."""

@@ -211,6 +211,15 @@ class PackedStream(Stream[list[Piece]]):
         random.Random(f"{self.seed}:{number}").shuffle(order)
         return self._packed(order)
 
+    def questions(self, number: int) -> Iterator[tuple[list[int], list[int]]]:
+        """(what comes before the answer, the answer and the end) of the first held-out pairs."""
+        for document in self._heldout[:number]:
+            tokens, _ = self.documents.read(
+                Piece(document, 0, int(self.documents.lengths[document]))
+            )
+            first = int(self.documents.first_answers[document])
+            yield tokens[:first].tolist(), tokens[first:].tolist()
+
     def heldout(self, num_tokens: int) -> Iterator[Batch]:
         """Packed in the order of the files."""
         sequences, seq_len = self._packed(self._heldout), self.shape.seq_len

@@ -88,6 +88,11 @@ class Row:
     heldout_loss: float | None = None
     """Mean over the label tokens of measure.heldout_tokens of the held-out text, of the plain model
     with the trained parameters."""
+    exact_match: float | None = None
+    """Share of held-out questions that the plain model answers word for word with the trained
+    parameters; None where none was asked, and in older rows."""
+    num_questions: int | None = None
+    """How many were asked."""
     heldout: list[dict[str, float]] = field(default_factory=list)
     """The loss on them as the system itself evaluated it meanwhile: step, tokens (label tokens
     trained on so far), seconds (of the timed windows so far), loss. [] where not asked for, where

@@ -168,7 +168,8 @@ def _run(
 
 def _require_all_measured(cell: Cell, outcome: Outcome) -> None:
     """TimeIsUpError, unless the cell had all that was asked and was giving its memory back."""
-    if outcome.status != "ok" or cell.measure.heldout_tokens or cell.measure.trace:
+    measure = cell.measure
+    if outcome.status != "ok" or measure.heldout_tokens or measure.exact_match or measure.trace:
         raise TimeIsUpError
     outcome.reason, outcome.cell_s = "", None
 
@@ -248,6 +249,8 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
         losses=[loss for event in read for loss in event["losses"]],
         gradient_norms=[norm for event in read for norm in event.get("gradient_norms") or []],
         heldout_loss=outcome.last("heldout").get("loss") if measured else None,
+        exact_match=outcome.last("exact_match").get("share") if measured else None,
+        num_questions=outcome.last("exact_match").get("num_questions") if measured else None,
         heldout=_all_but_name(outcome, "evaluated"),
         dtypes=dict(plan.get("dtypes", {})),
         caveat=named(plan["caveat"], cell) if plan.get("caveat") else None,
