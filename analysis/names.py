@@ -22,6 +22,8 @@ SYSTEMS: dict[str, tuple[str, str, str]] = {
     "fsdp2_grad_op": ("FSDP2, one gather", "#83c5be", "8"),
     "torchao_offload": ("torchao offload", "#7e7e7e", "H"),
     "in_memory": ("in memory", "#2b2b2b", "."),
+    "lora": ("LoRA", "#c2185b", "1"),
+    "qlora": ("QLoRA", "#e58bb0", "2"),
 }
 """Family -> name, colour, marker; in the order of legends. The engine is in shades of blue."""
 OTHER = ("#a0a0a0", "X")

@@ -16,6 +16,8 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from sweeps.agreement import ADAPTERS
+
 LEVEL = 0.95
 MIN_SAMPLES = 3
 LINE = ["study", "run", "configuration", "family", "mode"]
@@ -153,9 +155,11 @@ def ratio(first: Any, base: Any) -> Ratio:
 
 
 def comparable(found: pd.DataFrame) -> pd.Series:
-    """Which lines may be held against others: measured, not in a fallback, of equal losses."""
+    """Which lines may be held against others: measured, not in a fallback, of equal losses and of
+    the same function."""
     differs = found["agrees"].eq(False) & found["system"].ne("in_memory")
-    return found["tokens_per_s"].notna() & ~differs & ~found["fallback"]
+    same = ~differs & ~found["fallback"] & ~found["system"].isin(ADAPTERS)
+    return found["tokens_per_s"].notna() & same
 
 
 def fastest(found: pd.DataFrame) -> Any:

@@ -18,6 +18,8 @@ STAND_IN = "zero3"
 master."""
 STAND_IN_KEPT = "kept"
 """The one preset of it that may be: the same arithmetic, less recomputation."""
+ADAPTERS = ("lora", "qlora")
+"""Systems that train another function: their losses are held against nobody's."""
 NO_ROOM = ("wont_fit", "oom_device", "oom_host")
 LOSS_TOLERANCE = 2e-3
 """Largest absolute difference from the reference's losses, nats per token, at which a row
@@ -32,7 +34,7 @@ def compared(row: Row, rows: Sequence[Row], *, complete: bool = False) -> Row:
     compiled or, as a last resort, STAND_IN_KEPT. The latest of its rows counts, the first of its
     repeats; its other repeats are compared with that one like any row.
     """
-    if row.status != "ok":
+    if row.status != "ok" or row.system in ADAPTERS:
         return row
     beside = [
         item for item in reversed(rows) if item.config and item.compared_with == row.compared_with
