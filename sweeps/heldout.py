@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from baselines.rival import micro_batches
 from baselines.system import TrainingSystem
 from engine import IGNORE_INDEX, Batch
 from sweeps.config import Cell
+from sweeps.data import Stream
 from sweeps.text import stream_of
 
 
@@ -30,14 +32,19 @@ def trained(system: TrainingSystem, cell: Cell) -> nn.Module:
 
 
 def batches(cell: Cell) -> list[Batch]:
-    """The same text for the system itself: as many sequences at once as its micro-batches have.
+    """The same text for the system itself."""
+    return batches_of(stream_of(cell), cell.measure.heldout_tokens)
+
+
+def batches_of(stream: Stream[Any], num_tokens: int) -> list[Batch]:
+    """The first held-out sequences, as many at once as the stream's micro-batches have.
 
     The last batch is filled up with sequences without labels, so that all are of one shape.
     """
-    alone, size = list(stream_of(cell).heldout(cell.measure.heldout_tokens)), cell.shape
+    alone, num_rows = list(stream.heldout(num_tokens)), stream.shape.micro_batch_size
     return [
-        _joined(alone[first : first + size.micro_batch_size], size.micro_batch_size)
-        for first in range(0, len(alone), size.micro_batch_size)
+        _joined(alone[first : first + num_rows], num_rows)
+        for first in range(0, len(alone), num_rows)
     ]
 
 

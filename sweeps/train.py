@@ -40,6 +40,7 @@ from sweeps.config import DTYPES, Cell, build_group, cell_from, require
 from sweeps.errors import USER_ERRORS, one_line, overrides_in, parse
 from sweeps.follow import Follower
 from sweeps.generations import Generations, replace_file
+from sweeps.heldout import batches_of
 from sweeps.identity import digest, published
 from sweeps.isolate import verdict
 from sweeps.outlook import built, outlook_of
@@ -213,10 +214,12 @@ class _Run:
         self.id = self._identify()
 
     def _require_evaluation(self) -> None:
-        if self.train.evaluate_every and not hasattr(self.system, "evaluate"):
+        """ValueError where there is no text that is held out to evaluate on."""
+        wanted = self.train.evaluate_every and self.train.evaluate_tokens
+        if wanted and not batches_of(self.stream, 1):
             raise ValueError(
-                f"train.evaluate_every: got {self.train.evaluate_every}, allowed 0 with "
-                f"system={self.cell.system}, which cannot evaluate; leave it out"
+                f"train.evaluate_every: got {self.train.evaluate_every}, allowed 0 where the text "
+                "that is held out is shorter than a sequence; raise data.heldout_fraction"
             )
 
     def _require_export(self) -> None:

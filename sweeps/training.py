@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import operator
 import os
 import sys
 import time
@@ -25,6 +26,7 @@ from engine import NonFiniteLossError, Recipe
 from sweeps.config import DTYPES, Cell, Word
 from sweeps.data import Stream
 from sweeps.generations import Generations, Position, one_line
+from sweeps.heldout import batches_of
 
 Count = int | None
 Share = float | None
@@ -163,6 +165,7 @@ class Training:
         self.unsaved = ""
         """Why the last state could not be saved; "" where it was."""
         self.at, self._readings = Position(data=stream.state()), Readings(cell.spec().device)
+        self._heldout = batches_of(stream, train.evaluate_tokens) if train.evaluate_every else []
         self._rate: deque[tuple[float, int]] = deque(maxlen=20)
         self._saves, self._deadline, self._save_s = train.save_every, deadline, 0.0
         self.log = self._begun(cell.output_dir / "log.jsonl")
@@ -197,7 +200,7 @@ class Training:
 
     def _evaluates(self) -> bool:
         every = self.train.evaluate_every
-        return bool(every) and (self.at.step % every == 0 or self.at.step == self.num_steps)
+        return bool(self._heldout) and (self.at.step % every == 0 or self.at.step == self.num_steps)
 
     def _step(self) -> None:
         started = time.perf_counter()
@@ -248,17 +251,18 @@ class Training:
 
     def _evaluate(self) -> None:
         """Loss on held-out text, which is no time of training."""
-        if not self.train.evaluate_every:
+        if not self._heldout:
             return
         self._drain()
         started = time.perf_counter()
-        loss = heldout_loss(self.system, self.stream, self.train.evaluate_tokens)
+        sizes = [batch.num_tokens for batch in self._heldout]
+        losses = [float(self.system.evaluate(batch)) for batch in self._heldout]
+        loss = sum(map(operator.mul, losses, sizes)) / sum(sizes)
         took = time.perf_counter() - started
-        if loss is not None:
-            place = {"step": self.at.step, "tokens": self.at.tokens}
-            spent = {"seconds": round(self.at.seconds, 3), "evaluation_s": round(took, 3)}
-            self.log.write(**place, heldout_loss=loss, **spent)
-            self._say(f"step {self.at.step:,}: held-out loss {loss:.4f} ({took:.1f} s)")
+        place = {"step": self.at.step, "tokens": self.at.tokens}
+        spent = {"seconds": round(self.at.seconds, 3), "evaluation_s": round(took, 3)}
+        self.log.write(**place, heldout_loss=loss, **spent)
+        self._say(f"step {self.at.step:,}: held-out loss {loss:.4f} ({took:.1f} s)")
         self._rate.clear()
 
     def _save(self) -> None:
@@ -297,15 +301,6 @@ class Training:
 
     def _warn(self, text: str) -> None:
         print(f"  {text}", file=sys.stderr, flush=True)
-
-
-def heldout_loss(system: Any, stream: Stream[Any], num_tokens: int) -> float | None:
-    """Mean over the label tokens of the held-out part, nats; None where there is no such text."""
-    total, count = 0.0, 0
-    for batch in stream.heldout(num_tokens):
-        total += float(system.evaluate(batch)) * batch.num_tokens
-        count += batch.num_tokens
-    return total / count if count else None
 
 
 def duration(seconds: float) -> str:

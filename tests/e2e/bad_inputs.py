@@ -498,6 +498,7 @@ TABLE = {
         train.steps=3 data=text data.files=words.jsonl => data
         train.epochs=1 data=text data.files=words.jsonl => data
         train.steps=3 data=text data.files=words.jsonl data.tokenizer=folder => data.tokenizer: got 'folder'
+        train.steps=3 train.evaluate_every=1 data.heldout_fraction=0 => train.evaluate_every: got 1, allowed 0 where
         train.steps=3 shape.seq_len=100000000 => shape.seq_len: got
     """,
     "sweeps.ceilings": """

@@ -41,7 +41,7 @@ RUN = [
     "logging=none",
     f"train.steps={STEPS}",
     "train.export_dtype=float32",
-    "train.evaluate_every=0",
+    "train.evaluate_every=8",
     "train.evaluate_tokens=64",
 ]
 VARIED = {

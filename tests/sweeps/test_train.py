@@ -78,16 +78,20 @@ def terminate_after(folder: Path, num_lines: int) -> threading.Thread:
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_run_that_is_stopped_goes_on_bit_for_bit(system, tmp_path, capfd):
     given = [f"system={system}", f"train.steps={STEPS}", "train.save_every=7"]
+    given += ["train.evaluate_every=6", "train.evaluate_tokens=64"]
     assert trained(tmp_path / "whole", *given) == 0
     watcher = terminate_after(tmp_path / "parts", 3)
     assert trained(tmp_path / "parts", *given) == train.STOPPED
     watcher.join()
-    stopped = len(logged(tmp_path / "parts"))
-    assert 3 <= stopped < STEPS
+    stopped = logged(tmp_path / "parts")[-1]["step"]
+    assert 2 <= stopped < STEPS
     assert f"stopped (SIGTERM) and saved at step {stopped}" in capfd.readouterr().err
     assert trained(tmp_path / "parts", *given) == 0
     assert f"going on after step {stopped}" in capfd.readouterr().out
-    assert logged(tmp_path / "parts") == logged(tmp_path / "whole")
+    lines = logged(tmp_path / "whole")
+    assert logged(tmp_path / "parts") == lines
+    assert [line["step"] for line in lines if "heldout_loss" in line] == [0, 6, 12, 18, 24]
+    assert all(line["gradient_norm"] > 0 for line in lines if "loss" in line)
     one, other = (weights(tmp_path / name) for name in ("whole", "parts"))
     assert one.keys() == other.keys()
     for name, value in one.items():
