@@ -58,6 +58,7 @@ SETTINGS = {
     "system.master": "master weights",
     "system.device_optimizer": "blocks with optimizer state on the device",
     "system.preset": "switch",
+    "measure.save": "state saved in every window",
     "machine.device_bytes": "device memory allowed (GB)",
     "num_params": "parameters (billions)",
     "batch_size": "sequences per step",
@@ -72,6 +73,7 @@ VALUES: dict[str, dict[Any, str]] = {
     "system.device_optimizer": {0: "none", -1: "as many as fit"},
     "system.optimizer_overlap": {True: "overlapped", False: "in turn"},
     "recipe.clip_norm": {0: "no clipping", 1: "clipping"},
+    "measure.save": {True: "saved", False: "not saved"},
     "system.pinned": {"exact": "exact size", "torch": "powers of two", "none": "pageable"},
     "system.master": {"split": "fp32, split", "fp32": "fp32, apart", "bf16": "bf16 alone"},
 }

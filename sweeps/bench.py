@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import operator
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ def measure(
     emit: Emit,
     clock: Callable[[], float] = time.perf_counter,
     heldout: Sequence[Batch] = (),
+    saves: Saves | None = None,
 ) -> None:
     """Train `spec.num_steps` steps of a system that is set up, and time the windows among them.
 
@@ -40,7 +42,7 @@ def measure(
     mean per label token, nats; gradient_norms, [] where the system does not tell; seconds, None for
     the warm-up; num_tokens, those with a label; counters, what the system counted meanwhile. A
     first window slower than `spec.stop_below` is the last. heldout: what is evaluated before the
-    first step and after every window, as `Curve` says.
+    first step and after every window, as `Curve` says. saves: what saves a state beside each.
 
     Raises NonFiniteLossError, after the step's window was reported, when a loss is NaN or infinite.
     """
@@ -59,9 +61,13 @@ def measure(
         steps = [next(batches) for _ in range(spec.steps_per_window)]
         num_tokens = sum(batch.num_tokens for batch in steps)
         started = clock()
+        if saves:
+            saves.begin()
         pending = _enqueue(system, steps, first_step, emit)
         system.drain()
         seconds = clock() - started
+        if saves:
+            saves.end(last=window + 1 == spec.windows)
         before, counted = counted, dict(system.counters())
         counters = {name: value - before.get(name, 0.0) for name, value in counted.items()}
         _read(pending, first_step, emit, seconds=seconds, num_tokens=num_tokens, counters=counters)
@@ -69,6 +75,39 @@ def measure(
         curve.look()
         if window == 0 and num_tokens < spec.stop_below * seconds:
             break
+
+
+class Saves:
+    """A state that is saved beside each window and removed after it; the last is resumed from."""
+
+    def __init__(self, system: Any, folder: Path, *, room: int) -> None:
+        """room: bytes of host memory for copies of what is saved."""
+        self._system, self._folder, self._room = system, folder, room
+        self.counters: dict[str, float] = {}
+        """resume_s: seconds that the last state took to be checked and read."""
+        self.remove()  # one of a cell that was killed
+
+    def begin(self) -> None:
+        """Save; a system that cannot do so beside training has done it when this returns."""
+        if hasattr(self._system, "save_beside"):
+            self._system.save_beside(self._folder, room=self._room)
+        else:
+            self._system.save(self._folder)
+
+    def end(self, *, last: bool) -> None:
+        """Wait for what is still being written, which is no part of the window, and remove it."""
+        if hasattr(self._system, "saved"):
+            self._system.saved()
+        if last:
+            started = time.perf_counter()
+            self._system.resume(self._folder)
+            self._system.drain()
+            self.counters["resume_s"] = time.perf_counter() - started
+        self.remove()
+
+    def remove(self) -> None:
+        """Remove what is there."""
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class Curve:

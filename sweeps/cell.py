@@ -61,15 +61,17 @@ def work(cell: Cell, emit: Emitter, rates: Mapping[str, float] | None = None) ->
         emit("failed", status="wont_fit", reason=expected.refusal)
         return
     emit("phase", name=getattr(system, "setup_phase", "setup"))
-    model = None
+    model, room = None, outlook.spare_host_bytes(expected, cell)
+    saves = bench.Saves(system, cell.output_dir / f".state-{cell.hash}", room=room)
     try:
         system.setup(starting_weights(spec.model, cell.seed, spec.dtype, spec.device))
         follow = heldout.batches(cell) if cell.measure.heldout_every_window else ()
-        bench.measure(system, steps, cell.measure, emit, heldout=follow)
+        given = saves if cell.measure.save else None
+        bench.measure(system, steps, cell.measure, emit, heldout=follow, saves=given)
         cuda = spec.device.type == "cuda"
         emit(
             "done",
-            counters={name: float(value) for name, value in system.counters().items()},
+            counters={name: float(v) for name, v in (system.counters() | saves.counters).items()},
             allocated_bytes=torch.cuda.max_memory_allocated() if cuda else None,
             reserved_bytes=torch.cuda.max_memory_reserved() if cuda else None,
         )
@@ -84,6 +86,7 @@ def work(cell: Cell, emit: Emitter, rates: Mapping[str, float] | None = None) ->
             bench.trace(system, steps, cell.measure.steps_per_window, path)
     finally:
         system.close()
+        saves.remove()
     if model is not None and cell.measure.heldout_tokens:  # its device may have had no room before
         emit("heldout", loss=heldout.loss(model, cell))
     if model is not None and asked:

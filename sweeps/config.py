@@ -147,6 +147,8 @@ class Measure:
     repeat measures all."""
     stop_below: float = 0.0
     """Tokens/s. Where the first window is slower, it is the last. A search sets this."""
+    save: bool = False
+    """Whether a state is saved beside every window, which then has what that costs."""
     heldout_tokens: int = 0
     """Held-out tokens on which the trained parameters are evaluated after the measurement."""
     heldout_every_window: bool = False

@@ -78,6 +78,8 @@ def hashed(config: Mapping[str, Any]) -> dict[str, Any]:
     kept["measure"] = {name: value for name, value in measure if name not in UNHASHED_MEASURE}
     if kept["measure"].get("repeat") == 1:  # the cell as it was before there were repeats
         del kept["measure"]["repeat"]
+    if not kept["measure"].get("save"):  # as it was before states were saved beside windows
+        kept["measure"].pop("save", None)
     if CHECKPOINT in (config.get("model") or {}):  # its digest stays, wherever it lies
         kept["model"] = {key: value for key, value in config["model"].items() if key != CHECKPOINT}
     kept["system"] = effective(config["system"])

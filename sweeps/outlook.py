@@ -37,6 +37,8 @@ from sweeps.identity import configuration
 from sweeps.isolate import Event, Outcome, guarded, run_isolated
 from sweeps.memory import NoDevice
 
+SPARE = 0.05
+"""Share of the host's memory that copies of states leave free beside the plan."""
 OUTLOOKS_S = 120.0
 PREDICTIONS_S = 30.0
 """No prediction begins later than that; a step without one is of unknown length."""
@@ -114,6 +116,14 @@ def outlook_of(system: Any, cell: Cell) -> Outlook:
     if on_gpu and cell.dtype == "bfloat16" and isinstance(system, MegaTrain):  # rates are bf16's
         events.append({"event": "predicted", "prediction": _prediction(system, cell)})
     return Outlook(events=events, refusal=refusal_of(plan, cell))
+
+
+def spare_host_bytes(outlook: Outlook, cell: Cell) -> int:
+    """Host memory that the plan leaves, but for SPARE of it all."""
+    plan, spec = outlook.plan, cell.spec()
+    needed: int = sum(plan["host"].values())
+    needed += sum(plan["device"].values()) if spec.device.type == "cpu" else 0
+    return max(0, int((spec.host_memory or 0) * (1 - SPARE)) - needed)
 
 
 def _prediction(engine: MegaTrain, cell: Cell) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from sweeps.generations import Generations, replace_file
 from sweeps.heldout import batches_of
 from sweeps.identity import digest, published
 from sweeps.isolate import verdict
-from sweeps.outlook import built, outlook_of
+from sweeps.outlook import built, outlook_of, spare_host_bytes
 from sweeps.text import stream_of
 from sweeps.training import Train, Training, duration
 
@@ -55,8 +55,6 @@ EVERY_S = 10.0
 """Seconds between two lines, where the output is no terminal."""
 BYTES_A_PARAMETER = 12
 """Of a state: fp32 master and two moments."""
-SPARE = 0.05
-"""Share of the host's memory that copies of states leave free beside the plan."""
 
 
 def compose_train(overrides: Sequence[str]) -> tuple[Cell, Train]:
@@ -276,19 +274,10 @@ class _Run:
             flush=True,
         )
 
-    @property
-    def room(self) -> int:
-        """Bytes of host memory for copies of states."""
-        if self.train.room is not None:
-            return self.train.room
-        plan, spec = self.outlook.plan, self.cell.spec()
-        needed: int = sum(plan["host"].values())
-        needed += sum(plan["device"].values()) if spec.device.type == "cpu" else 0
-        return max(0, int((spec.host_memory or 0) * (1 - SPARE)) - needed)
-
     def go(self, stop: Stop) -> int:
         """Set up, train, save, export; the exit code."""
-        cell = self.cell
+        cell, room = self.cell, self.train.room
+        room = spare_host_bytes(self.outlook, cell) if room is None else room
         deadline = self.began + (cell.time_limit_s or math.inf)
         with contextlib.closing(self.system), Shown() as shown:
             self.system.setup(self.weights)
@@ -298,7 +287,7 @@ class _Run:
                 self.train,
                 self.stream,
                 self.states,
-                room=self.room,
+                room=room,
                 shown=shown,
                 deadline=deadline,
             )

@@ -65,7 +65,7 @@ def forever():
         yield Batch(tokens=tokens, labels=torch.where(torch.arange(4) == 3, -100, tokens))
 
 
-def run(system: Recorder, **fields: float) -> list[dict]:
+def run(system: Recorder, saves: bench.Saves | None = None, **fields: float) -> list[dict]:
     """The `losses` events of eight steps: two of warm-up, two windows of three."""
     events: list[dict] = []
     spec = Measure(**{"warmup_steps": 2, "windows": 2, "steps_per_window": 3, **fields})
@@ -75,6 +75,7 @@ def run(system: Recorder, **fields: float) -> list[dict]:
         spec,
         lambda event, **more: events.append({"event": event, **more}),
         system.clock,
+        saves=saves,
     )
     return [event for event in events if event["event"] == "losses"]
 
@@ -95,6 +96,36 @@ def test_windows_lie_between_drains() -> None:
     assert [event["counters"] for event in (warmup, *windows)] == [
         {"optimizer_s": seconds} for seconds in (0.5, 0.75, 0.75)
     ]
+
+
+class Saving(Recorder):
+    """One that saves beside training; each wait for the disk takes time too."""
+
+    def save_beside(self, directory: Path, *, room: int) -> None:
+        assert room == 7
+        directory.mkdir()
+        self.calls.append("save")
+        self.now += 0.25
+
+    def saved(self) -> None:
+        self.calls.append("saved")
+        self.now += 100.0
+
+    def resume(self, directory: Path) -> None:
+        assert directory.is_dir()
+        self.calls.append("resume")
+
+
+def test_what_saving_takes_is_in_its_window_and_what_follows_is_not(tmp_path: Path) -> None:
+    system, folder = Saving(), tmp_path / "state"
+    folder.mkdir()  # of a cell that was killed
+    saves = bench.Saves(system, folder, room=7)
+    _, *windows = run(system, saves=saves)
+    window = ["clock", "save", "step", "step", "step", "drain", "clock", "saved"]
+    assert system.calls == ["step", "step", "drain", *window, *window, "resume", "drain"]
+    assert [event["seconds"] for event in windows] == [3.75, 3.75]
+    assert list(saves.counters) == ["resume_s"]
+    assert not folder.exists()
 
 
 class Normed(Recorder):

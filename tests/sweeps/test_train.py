@@ -131,6 +131,18 @@ def test_a_torn_state_is_named_and_the_one_before_is_gone_on_from(file, ended, t
     assert "going on after step 3" in told.out
     assert logged(folder) == logged(ended)
     assert len(list((folder / "states").iterdir())) == 2
+    assert train.main([*SMALL, f"output_dir={folder}", "train.steps=6"]) == 0
+    told = capfd.readouterr()
+    assert "going on after step 6" in told.out
+    assert not told.err
+
+
+def test_a_place_that_was_changed_is_not_gone_on_from(ended, tmp_path, capfd):
+    folder = copied(ended, tmp_path / "run")
+    place = folder / "states" / "step-00000006" / "position.json"
+    place.write_text(place.read_text().replace('"sequence": 12', '"sequence": 11'))
+    assert train.main([*SMALL, f"output_dir={folder}", "train.steps=6"]) == 0
+    assert f"{place} is not as it was written" in capfd.readouterr().err
 
 
 def test_a_changed_state_of_a_rival_is_named_too(tmp_path, capfd):
