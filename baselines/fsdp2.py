@@ -19,7 +19,14 @@ from baselines import footprint
 from baselines.loss import loss_of
 from baselines.model import count_params, decoder_layers, materialise
 from baselines.options import CommonOptions
-from baselines.rival import TorchRival, adamw_settings, micro_batches, raise_unless_finite
+from baselines.rival import (
+    TorchRival,
+    adamw_groups,
+    adamw_settings,
+    micro_batches,
+    raise_unless_finite,
+    set_lr,
+)
 from baselines.system import SystemSpec
 from engine import Batch, Plan, norm_of, pinned_rounding
 
@@ -106,7 +113,9 @@ class Fsdp2(TorchRival):
         # fully_shard made new Parameter objects: ask again, in the same order.
         self._named = dict(zip(names, model.parameters(), strict=True))
         self._optimizer = torch.optim.AdamW(
-            self._named.values(), **adamw_settings(spec.recipe), fused=True
+            adamw_groups(spec.recipe, self._named.values()),
+            **adamw_settings(spec.recipe),
+            fused=True,
         )
 
     def train_step(self, batch: Batch) -> torch.Tensor:
@@ -144,7 +153,7 @@ class Fsdp2(TorchRival):
             if recipe.clip_norm > 0:
                 self._clip(recipe.clip_norm)
             self._clip_s += time.perf_counter() - started
-            self._optimizer.param_groups[0]["lr"] = recipe.lr_at(self._step)
+            set_lr(self._optimizer, recipe.lr_at(self._step))
             self._optimizer.step()
 
     def _clip(self, clip_norm: float) -> None:

@@ -17,7 +17,14 @@ from baselines import footprint
 from baselines.loss import CausalLMLoss, loss_of
 from baselines.model import count_params, materialise
 from baselines.options import CommonOptions
-from baselines.rival import FiniteFlag, TorchRival, adamw_settings, micro_batches
+from baselines.rival import (
+    FiniteFlag,
+    TorchRival,
+    adamw_groups,
+    adamw_settings,
+    micro_batches,
+    set_lr,
+)
 from baselines.system import SystemSpec
 from engine import Batch, NonFiniteLossError, Plan, norm_of
 
@@ -62,7 +69,7 @@ class InMemory(TorchRival):
                     hook = self._accumulate_into(master, torch.zeros_like(master))
                     param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self._optimizer = torch.optim.AdamW(
-            [master for master in self._masters.values() if master.requires_grad],
+            adamw_groups(spec.recipe, [m for m in self._masters.values() if m.requires_grad]),
             **adamw_settings(spec.recipe),
             fused=True,
         )
@@ -123,7 +130,7 @@ class InMemory(TorchRival):
         not_finite = 1.0 - torch.isfinite(norm + loss).float()
         # The fused kernel skips the update by itself where found_inf is 1: no look from the host.
         self._optimizer.found_inf = not_finite  # type: ignore[attr-defined]
-        self._optimizer.param_groups[0]["lr"] = recipe.lr_at(self._step)
+        set_lr(self._optimizer, recipe.lr_at(self._step))
         self._optimizer.step()
         if self._masters is not self._params:
             torch._foreach_copy_(list(self._params.values()), masters)

@@ -23,7 +23,14 @@ from baselines import footprint
 from baselines.deepspeed.setup import import_deepspeed, require_deepspeed, sole_builder
 from baselines.model import config_of, count_params, materialise
 from baselines.options import text
-from baselines.rival import Rival, adamw_settings, raise_unless_finite, require_cuda
+from baselines.rival import (
+    Rival,
+    adamw_groups,
+    adamw_settings,
+    raise_unless_finite,
+    require_cuda,
+    set_lr,
+)
 from baselines.system import SystemSpec, Unsupported
 from engine import (
     IGNORE_INDEX,
@@ -143,7 +150,9 @@ class PublishedMegaTrain(Rival):
         self._model = authors.CPUMasterModel(model, config)
         with sole_builder():
             self._optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(
-                self._model.get_parameters(), **adamw_settings(recipe), adamw_mode=True
+                adamw_groups(recipe, self._model.get_parameters()),
+                **adamw_settings(recipe),
+                adamw_mode=True,
             )
 
     def train_step(self, batch: Batch) -> torch.Tensor:
@@ -180,7 +189,7 @@ class PublishedMegaTrain(Rival):
                 norm = torch.nn.utils.clip_grad_norm_(weights, recipe.clip_norm)
                 self.gradient_norm = norm.float()
                 raise_unless_finite(norm, "the gradient norm", self._step)
-            self._optimizer.param_groups[0]["lr"] = recipe.lr_at(self._step)
+            set_lr(self._optimizer, recipe.lr_at(self._step))
             self._optimizer.step()
             self._model._sync_params_to_gpu()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -170,6 +170,22 @@ def require_cuda(device: torch.device, name: str) -> None:
             f"{name} runs on NVIDIA GPUs alone, and machine.device is {device.type}; leave it out "
             "here"
         )
+
+
+def adamw_groups(recipe: Recipe, params: Iterable[torch.Tensor]) -> list[dict[str, Any]]:
+    """Parameters as the groups that an AdamW with `adamw_settings` takes: one where all decay
+    alike."""
+    found = list(params)
+    decayed = [param for param in found if recipe.decays(param.ndim)]
+    others = [param for param in found if not recipe.decays(param.ndim)]
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def set_lr(optimizer: Any, lr: float) -> None:
+    """The learning rate of every group."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
 
 
 def adamw_settings(recipe: Recipe) -> dict[str, Any]:

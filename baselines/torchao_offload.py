@@ -18,7 +18,15 @@ from baselines import footprint
 from baselines.loss import loss_of
 from baselines.model import count_params, materialise
 from baselines.options import CommonOptions
-from baselines.rival import FiniteFlag, TorchRival, adamw_settings, micro_batches, require_cuda
+from baselines.rival import (
+    FiniteFlag,
+    TorchRival,
+    adamw_groups,
+    adamw_settings,
+    micro_batches,
+    require_cuda,
+    set_lr,
+)
 from baselines.system import SystemSpec, Unsupported
 from engine import Batch, Plan, dtype_name, pinned_rounding
 
@@ -38,14 +46,20 @@ class MasterAdamW(torch.optim.Optimizer):
         """The AdamW of the masters. In the constructor torchao is still filling the weights."""
         if self.inner is None:
             self.masters = [weight.detach().float() for weight in self.weights]
-            self.inner = torch.optim.AdamW(self.masters, fused=True, **self.defaults)
+            masters = iter(self.masters)
+            groups = [
+                {**group, "params": [next(masters) for _ in group["params"]]}
+                for group in self.param_groups
+            ]
+            self.inner = torch.optim.AdamW(groups, fused=True, **self.defaults)
         return self.inner
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update with the first group's learning rate; the weights are the masters, rounded."""
+        """One update with each group's learning rate; the weights are the masters, rounded."""
         inner = self.build()
-        inner.param_groups[0]["lr"] = self.param_groups[0]["lr"]
+        for own, group in zip(inner.param_groups, self.param_groups, strict=True):
+            own["lr"] = group["lr"]
         for weight, master in zip(self.weights, self.masters, strict=True):
             master.grad = None if weight.grad is None else weight.grad.float()
         inner.step()
@@ -112,7 +126,7 @@ class TorchaoOffload(TorchRival):
         self.loss = loss_of(model, self.options)
         self._named = list(model.named_parameters())
         self._optimizer = CPUOffloadOptimizer(
-            [param for _, param in self._named],
+            adamw_groups(spec.recipe, [param for _, param in self._named]),
             MasterAdamW,
             offload_gradients=spec.shape.num_micro_batches == 1,
             **adamw_settings(spec.recipe),
@@ -140,8 +154,7 @@ class TorchaoOffload(TorchRival):
     def _update(self) -> None:
         """torchao's step: it waits for gradients, runs AdamW on the host and sends weights."""
         with self._optimizing():
-            for group in self._optimizer.param_groups:
-                group["lr"] = self.spec.recipe.lr_at(self._step)
+            set_lr(self._optimizer, self.spec.recipe.lr_at(self._step))
             self._optimizer.step()
 
     def _owners(self) -> Iterator[tuple[str, torch.nn.Parameter, torch.Tensor, torch.optim.AdamW]]:

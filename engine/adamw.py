@@ -78,12 +78,13 @@ class AdamW:
         step: int,
         scale: float,
         taken: Pass = Pass.BOTH,
+        decays: bool = True,
     ) -> None:
         """Update `state` in place. gradient: 1-D, bf16 or fp32 as the weight; step counts from 0;
-        scale multiplies it."""
+        scale multiplies it; decays: whether the weights do."""
         assert gradient.numel() == state.weight.numel()
         assert gradient.dtype == state.weight.dtype
-        hyper = self._hyper(step, scale)
+        hyper = self._hyper(step, scale, decays)
         if self._native is None:
             _torch_step(state, gradient, hyper, taken)
             return
@@ -105,16 +106,16 @@ class AdamW:
         update = _compiled_update() if gradient.device.type == "cuda" else _device_update
         update(state.weight, state.extra, state.exp_avg, state.exp_avg_sq, gradient, hyper, scale)
 
-    def hyper_tensor(self, step: int) -> torch.Tensor:
+    def hyper_tensor(self, step: int, *, decays: bool = True) -> torch.Tensor:
         """The step's constants as an fp32 host tensor, in the order of struct Hyper without its
         scale."""
-        hyper = self._hyper(step, 1.0)
+        hyper = self._hyper(step, 1.0, decays)
         return torch.tensor([getattr(hyper, name) for name in HYPER[:-1]], dtype=torch.float32)
 
-    def _hyper(self, step: int, scale: float) -> _Hyper:
+    def _hyper(self, step: int, scale: float, decays: bool) -> _Hyper:
         r, lr = self.recipe, self.recipe.lr_at(step)
         return _Hyper(
-            decay=1 - lr * r.weight_decay,
+            decay=1 - lr * r.weight_decay if decays else 1.0,
             beta1_rest=1 - r.beta1,
             beta2=r.beta2,
             beta2_rest=1 - r.beta2,

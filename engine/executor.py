@@ -25,7 +25,7 @@ from engine.layers.autograd import gradients
 from engine.layers.decoder import Decoder, Recording, tensors
 from engine.layers.head import loss_alone, loss_and_gradients, summed_cross_entropy
 from engine.layers.offload import Offloaded, copy_in_pieces, storages
-from engine.layout import BLOCK_ALIGNMENT
+from engine.layout import BLOCK_ALIGNMENT, Layout
 from engine.master import BlockState
 from engine.recipe import Batch, NonFiniteLossError
 from engine.sizes import Work
@@ -96,10 +96,11 @@ class Executor:
         self._trained: dict[int, tuple[bool, ...]] = {}
         """Block -> which of its parameters get a gradient; torch's optimizers leave the others
         alone."""
-        self._parts: dict[int, list[tuple[BlockState, slice]]] = {}
-        """Block -> what an update takes: its state in stretches, one where all is trained, and
-        where each lies."""
-        self._hyper = torch.empty(0)  # of the step, for updates on the device; _decide makes it
+        self._parts: dict[int, list[tuple[BlockState, slice, bool]]] = {}
+        """Block -> what an update takes: its state in stretches, one where all is trained alike,
+        where each lies, and whether it decays."""
+        self._hyper: dict[bool, torch.Tensor] = {}
+        """Of the step, for updates on the device, with decay and without; _decide makes it."""
         self.handlers: dict[Kind, Handler] = {
             Kind.LOAD: self._load,
             Kind.STORE: self._store,
@@ -344,8 +345,7 @@ class Executor:
         """Remember, at a block's first backward, what of it is to be updated."""
         layout = self.memory.layout(op)
         if op.block not in self._trained:
-            stretches, state = layout.stretches(reached), self.store.states[op.block]
-            self._parts[op.block] = [(state.part(stretch), stretch) for stretch in stretches]
+            self._parts[op.block] = self._stretches(layout, reached, self.store.states[op.block])
             self._trained[op.block] = reached
         if self._trained[op.block] != reached:
             pairs = zip(layout.fields, reached, self._trained[op.block], strict=True)
@@ -354,6 +354,18 @@ class Executor:
                 f"model: {self.decoder.full_name(op.block, name)} gets a gradient in some steps "
                 "only, allowed are parameters that get one in all or in none; choose another model"
             )
+
+    def _stretches(
+        self, layout: Layout, reached: tuple[bool, ...], state: BlockState
+    ) -> list[tuple[BlockState, slice, bool]]:
+        decayed = [self.optimizer.recipe.decays(len(field.shape)) for field in layout.fields]
+        return [
+            (state.part(stretch), stretch, decays)
+            for decays in (True, False)
+            for stretch in layout.stretches(
+                [r and d is decays for r, d in zip(reached, decayed, strict=True)]
+            )
+        ]
 
     # Clipping and updates.
 
@@ -368,13 +380,15 @@ class Executor:
         self.memory.verdict.copy_(torch.stack((s.loss, norm, scale)), non_blocking=True)
         if self.blocks.device_optimizer:
             self.memory.scale.copy_(scale)
-            self._hyper = self._to_device(self.optimizer.hyper_tensor(s.index))
+            for decays in {True, self.optimizer.recipe.decays(1)}:
+                hyper = self.optimizer.hyper_tensor(s.index, decays=decays)
+                self._hyper[decays] = self._to_device(hyper)
 
     def _update_here(self, op: Op, _: StepState) -> None:
         slab = self.memory.slab(op)
-        for state, part in self._parts[op.block]:
+        for state, part, decays in self._parts[op.block]:
             self.optimizer.device_step(
-                state, slab[part], hyper=self._hyper, scale=self.memory.scale
+                state, slab[part], hyper=self._hyper[decays], scale=self.memory.scale
             )
 
     def _check(self, _: Op, s: StepState) -> None:
@@ -401,8 +415,9 @@ class Executor:
         gradient = (
             self.store.parked[op.block] if op.host_slab < 0 else self.store.slabs[op.host_slab]
         )
-        for state, part in self._parts[op.block]:
-            self.optimizer.step(state, gradient[part], step=s.index, scale=scale, taken=taken)
+        for state, part, decays in self._parts[op.block]:
+            g = gradient[part]
+            self.optimizer.step(state, g, step=s.index, scale=scale, taken=taken, decays=decays)
         if taken is Pass.WEIGHTS:
             self._late[op.block] = (s.index, scale)
         self.counters["optimizer_s"] += time.perf_counter() - started
@@ -414,7 +429,7 @@ class Executor:
         if block not in self._late:  # the first step, or one after a checkpoint
             return
         started, (step, scale) = time.perf_counter(), self._late.pop(block)
-        for state, part in self._parts[block]:
+        for state, part, _ in self._parts[block]:
             gradient = self.store.slabs[block][part]
             self.optimizer.step(state, gradient, step=step, scale=scale, taken=Pass.MOMENTS)
         self.counters["optimizer_s"] += time.perf_counter() - started

@@ -13,6 +13,7 @@ import torch
 
 IGNORE_INDEX = -100
 SCHEDULES = ("constant", "linear", "cosine")
+DECAYED = ("all", "matrices")
 
 
 class NonFiniteLossError(RuntimeError):
@@ -22,8 +23,8 @@ class NonFiniteLossError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """AdamW with decoupled weight decay (Loshchilov & Hutter, arXiv 1711.05101), one group for all
-    parameters."""
+    """AdamW with decoupled weight decay (Loshchilov & Hutter, arXiv 1711.05101); parameters differ
+    in whether they decay alone."""
 
     lr: float = 1e-5
     """Peak learning rate."""
@@ -31,6 +32,9 @@ class Recipe:
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.01
+    decayed: str = "all"
+    """all parameters, or matrices: those of two or more dimensions, so that norms and biases do not
+    decay."""
     clip_norm: float = 1.0
     """Global L2 norm the gradients are clipped to; 0 turns clipping off."""
     schedule: str = "constant"
@@ -67,17 +71,22 @@ class Recipe:
                     f"recipe.{name}: got {getattr(self, name)}, allowed 0 <= beta < 1; 0.9 and "
                     "0.999 are usual"
                 )
-        if self.schedule not in SCHEDULES:
-            raise ValueError(
-                f"recipe.schedule: got {self.schedule!r}, allowed {', '.join(SCHEDULES)}; choose "
-                "one of these"
-            )
+        for name, allowed in (("schedule", SCHEDULES), ("decayed", DECAYED)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"recipe.{name}: got {getattr(self, name)!r}, allowed {', '.join(allowed)}; "
+                    "choose one of these"
+                )
         if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
             raise ValueError(
                 f"recipe.total_steps: got {self.total_steps}, allowed > recipe.warmup_steps "
                 f"({self.warmup_steps}) "
                 f"with schedule {self.schedule}; set it to the number of steps of the run"
             )
+
+    def decays(self, num_dims: int) -> bool:
+        """Whether a parameter of so many dimensions decays."""
+        return self.decayed == "all" or num_dims >= 2
 
     def lr_at(self, step: int) -> float:
         """Learning rate of optimizer step `step`, counted from 0."""

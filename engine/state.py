@@ -245,6 +245,7 @@ def _shapes(state: BlockState, extra: torch.dtype | None) -> dict[str, str]:
 
 
 def _warn_of_another_recipe(directory: Path, theirs: dict[str, Any], recipe: Recipe) -> None:
+    theirs = asdict(Recipe()) | theirs  # an older state has not all fields
     other = [
         f"recipe.{name} {theirs.get(name)!r}, now {value!r}"
         for name, value in asdict(recipe).items()

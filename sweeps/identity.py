@@ -65,6 +65,8 @@ RETIRED: Mapping[str, Mapping[str, Any]] = {
 }
 """System -> knobs that no row ever had at another value. They are gone from the config, and are
 hashed all the same."""
+UNDECIDED = {"decayed": "all"}
+"""Fields of the recipe that older rows have not, and what they then stood at."""
 RETIRED_DATA = {"source": "stdlib"}
 FILES = "files"
 """The field of data that a text of files has, and the one of the standard library has not."""
@@ -83,6 +85,8 @@ def hashed(config: Mapping[str, Any]) -> dict[str, Any]:
     if CHECKPOINT in (config.get("model") or {}):  # its digest stays, wherever it lies
         kept["model"] = {key: value for key, value in config["model"].items() if key != CHECKPOINT}
     kept["system"] = effective(config["system"])
+    kept["recipe"] = dict(config["recipe"])
+    _drop(kept["recipe"], UNDECIDED)
     kept["machine"] = {"device": config["machine"]["device"]}
     if config["machine"].get("device_bytes") is not None:  # placement fills what the cap leaves
         kept["machine"]["device_bytes"] = config["machine"]["device_bytes"]
@@ -137,6 +141,8 @@ def in_force(config: Mapping[str, Any]) -> dict[str, Any]:
     groups = current(config)
     for name in ("system", "process"):
         groups[name] = effective(groups.get(name, {}))
+    groups["recipe"] = dict(groups.get("recipe", {}))
+    _drop(groups["recipe"], UNDECIDED)
     return groups
 
 

@@ -121,7 +121,7 @@ class _Guard:
             memory._layer_wide,
             *(g._sums[0]._base for g in memory.outer_gradients.values() if g._wide),
         ]
-        lane = [memory.norms, memory.scale, self.executor._hyper, *wide]
+        lane = [memory.norms, memory.scale, *self.executor._hyper.values(), *wide]
         found |= {
             "verdict": [memory.verdict],
             "the compute lane's values": [t for t in lane if t is not None],

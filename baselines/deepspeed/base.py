@@ -22,10 +22,12 @@ from baselines.model import materialise
 from baselines.rival import (
     NOT_TAKEN,
     Rival,
+    adamw_groups,
     adamw_settings,
     evaluated,
     micro_batches,
     raise_unless_finite,
+    set_lr,
 )
 from baselines.system import SystemSpec, Unsupported
 from engine import (
@@ -98,7 +100,9 @@ class DeepSpeed(Rival):
     def _optimizer(self, deepspeed: Any) -> dict[str, Any]:
         """What `deepspeed.initialize` gets to optimize with; builds the CPU operator."""
         optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(
-            [param for _, param in self._named if param.requires_grad],
+            adamw_groups(
+                self.spec.recipe, [param for _, param in self._named if param.requires_grad]
+            ),
             **adamw_settings(self.spec.recipe),
             adamw_mode=True,
         )
@@ -112,8 +116,8 @@ class DeepSpeed(Rival):
         optimizer, lr = self._engine.optimizer, self.spec.recipe.lr_at(self._step)
         others = ("backup_optimizer", "selective_optimizer")
         for each in (optimizer, *(getattr(optimizer, name, None) for name in others)):
-            for group in each.param_groups if each is not None else ():
-                group["lr"] = lr
+            if each is not None:
+                set_lr(each, lr)
 
     def train_step(self, batch: Batch) -> torch.Tensor:
         """One optimizer step; the loss is read before DeepSpeed's, which waits for the device."""

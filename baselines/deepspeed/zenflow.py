@@ -46,6 +46,11 @@ class ZenFlow(Zero2):
                 "ZenFlow counts micro-batches as steps of its update interval: "
                 f"shape.num_micro_batches is {spec.shape.num_micro_batches}, use 1"
             )
+        if spec.recipe.decayed != "all":
+            raise Unsupported(
+                "ZenFlow is given one group of parameters here: recipe.decayed is "
+                f"{spec.recipe.decayed}, use all"
+            )
         options = self.options
         self.caveat = (
             f"bounded staleness: a step updates {options.topk_share:.0%} of the columns, in "

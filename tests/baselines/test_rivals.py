@@ -25,6 +25,7 @@ from baselines.deepspeed.swap import MARKER, SwapFolder, left_behind
 from baselines.footprint import parameter_sizes
 from baselines.model import initial_weights, num_params
 from baselines.registry import build
+from baselines.rival import adamw_groups, set_lr
 from baselines.system import ModelSpec, Shape, SystemSpec, Unsupported
 from engine import Recipe
 from tests.baselines import test_baseline_parity as parity
@@ -201,7 +202,8 @@ def test_torchao_is_told_to_be_missing_in_one_line(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_adamw_given_to_torchao_is_the_recipes(dtype):
+@pytest.mark.parametrize("decayed", ["all", "matrices"])
+def test_the_adamw_given_to_torchao_is_the_recipes(dtype, decayed):
     """Against torch's AdamW on an fp32 master, 50 steps: the weights are that master rounded,
     whatever the learning rate does."""
     from baselines.torchao_offload import MasterAdamW
@@ -209,16 +211,20 @@ def test_the_adamw_given_to_torchao_is_the_recipes(dtype):
     settings = {"lr": 1.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
     generator = torch.Generator().manual_seed(0)
     weights = [
-        torch.randn(size, generator=generator).to(dtype).requires_grad_() for size in (3000, 7)
+        torch.randn(size, generator=generator).to(dtype).requires_grad_()
+        for size in ((300, 10), (7,))
     ]
     masters = [weight.detach().float().clone().requires_grad_() for weight in weights]
-    mine, plain = MasterAdamW(weights, **settings), torch.optim.AdamW(masters, **settings)
+    recipe = Recipe(decayed=decayed)
+    mine = MasterAdamW(adamw_groups(recipe, weights), **settings)
+    plain = torch.optim.AdamW(adamw_groups(recipe, masters), **settings)
+    assert len(plain.param_groups) == (1 if decayed == "all" else 2)
     for step in range(50):
         for weight, master in zip(weights, masters, strict=True):
             weight.grad = torch.randn(weight.shape, generator=generator).to(dtype)
             master.grad = weight.grad.float()
         for optimizer in (mine, plain):
-            optimizer.param_groups[0]["lr"] = 1e-4 * (step + 1)
+            set_lr(optimizer, 1e-4 * (step + 1))
             optimizer.step()
     for weight, held, master in zip(weights, mine.masters, masters, strict=True):
         torch.testing.assert_close(held, master.detach(), rtol=1e-6, atol=1e-7)

@@ -198,6 +198,17 @@ def test_another_recipe_is_told_in_one_line(model, saved):
         make_engine(model, recipe=RECIPE).resume(saved)
 
 
+def test_a_state_of_before_a_field_of_the_recipe_is_of_what_was_done_then(model, saved, tmp_path):
+    directory = shutil.copytree(saved, tmp_path / "copy")
+    state = json.loads((directory / "state.json").read_text())
+    assert state["recipe"].pop("decayed") == "all"
+    (directory / "state.json").write_text(json.dumps(state))
+    commit(directory)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_engine(model, recipe=RECIPE).resume(directory)
+
+
 def test_a_state_written_beside_training_is_that_of_its_own_step(
     model, saved, tmp_path, monkeypatch
 ):

@@ -56,6 +56,7 @@ STARVED = f"{NODE}test_starved_lanes_give_identical_bits"
 ADVERSARIAL = f"{NODE}test_adversarial_interleaving_of_lanes_gives_identical_bits"
 PADDING = "test_architectures.py::test_padding_reaches_the_layers_as_the_models_own_mask"
 UNLIKE = "test_architectures.py::test_unlike_layers_train_as_the_plain_model"
+DECAY = "../baselines/test_decay.py::test_placement_changes_no_bit_where_matrices_alone_decay"
 ROUNDED_ONCE = f"{NODE}test_micro_batches_are_summed_in_fp32_and_rounded_once"
 PLACEMENT = f"{NODE}test_any_placement_gives_identical_bits"
 DEPTHS = f"{NODE}test_any_depth_streams_interval_and_slabs_give_identical_bits"
@@ -421,7 +422,7 @@ MUTANTS = (
             f"{EVALUATION}test_without_clipping_there_is_no_gradient_norm",
         ),
         ("X7", "scale = scale + 0.0 * s.loss", "scale = scale + 0.0", "test_engine_errors.py"),
-        ("X8", "hyper_tensor(s.index)", "hyper_tensor(0)", PLACEMENT),
+        ("X8", "hyper_tensor(s.index", "hyper_tensor(0", PLACEMENT),
         (
             "X9",
             "self._late.pop(block)\n",
@@ -448,8 +449,10 @@ MUTANTS = (
         ),
         ("X20", "            sums.clear()", "            pass", "test_engine_errors.py"),
         ("X27", "if self._trained[op.block] != reached:", "if False:", SOMETIMES),
-        ("X28", "stretches(reached), self", "stretches((True,) * len(reached)), self", FROZEN),
-        ("X29", "gradient[part], step", "gradient[: part.stop - part.start], step", FROZEN),
+        ("X28", "[r and d is decays for", "[d is decays for", FROZEN),
+        ("X29", "g = gradient[part]", "g = gradient[: part.stop - part.start]", FROZEN),
+        ("X35", "taken=taken, decays=decays", "taken=taken", DECAY),
+        ("X36", "self._hyper[decays], scale", "self._hyper[True], scale", DECAY),
         ("X30", "slabs[block][part]", "slabs[block][: part.stop - part.start]", FROZEN),
         ("X31", "slab[part], hyper", "slab[: part.stop - part.start], hyper", FROZEN),
         ("X22", "s.saved[op.block + 1] = ", "s.saved[op.block] = "),

@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 
 from sweeps import auto
 from sweeps.config import cell_from
-from sweeps.identity import RETIRED, current, digest, hashed
+from sweeps.identity import RETIRED, current, digest, hashed, in_force
 from sweeps.result import read_rows
 
 RESULTS = Path(__file__).resolve().parents[2] / "analysis" / "results"
@@ -72,6 +72,20 @@ def cell_of(*overrides: str) -> str:
 def test_a_preset_is_the_cell_that_it_was(line: str) -> None:
     name, cell = line.split()
     assert cell_of(f"system={name}") == cell
+
+
+def test_what_decays_is_part_of_a_cell_and_older_rows_say_nothing_of_it() -> None:
+    cell = cell_of("system=megatrain")
+    assert cell_of("system=megatrain", "recipe.decayed=all") == cell
+    assert cell_of("system=megatrain", "recipe.decayed=matrices") != cell
+    row = read_rows(next(RESULTS.glob("*/*.jsonl")))[0].config
+    read = in_force(row)
+    assert "decayed" not in row["recipe"]
+    today = {**current(row), "recipe": {**row["recipe"], "decayed": "all"}}
+    assert in_force(today) == read
+    assert digest(hashed(today)) == digest(hashed(current(row)))
+    other = {**today, "recipe": {**row["recipe"], "decayed": "matrices"}}
+    assert in_force(other)["recipe"]["decayed"] == "matrices"
 
 
 def test_a_rung_is_the_cell_that_it_was() -> None:
