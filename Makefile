@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install bench headline ablation test quick mutants check figures docs ceilings clean
+.PHONY: help install bench headline ablation quality test quick mutants check figures docs ceilings clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,16 @@ headline: $(INSTALLED) ## the comparison with ZeRO-3, at the largest size this m
 ablation: $(INSTALLED) ## one study: make ablation NAME=double_buffering (see conf/ablation)
 	@test -f conf/ablation/$(NAME).yaml || { echo "NAME: got '$(NAME)', allowed $$(ls conf/ablation | sed 's/.yaml//' | paste -sd' '); give one" >&2; exit 2; }
 	$(BIN)/python -m sweeps.run +ablation=$(NAME) time_limit_s=21600 $(SET) || test $$? = 75
+
+# What is trained on is made here, without downloads: sums and products as text, and a small model that has read the standard
+# library (BASE). For weights and text of your own see conf/experiment/quality.yaml.
+QUALITY = outputs/quality_base
+BASE = $(shell command -v nvidia-smi >/dev/null && echo "model=qwen2.5-0.5b train.steps=2000 recipe.lr=3e-4 recipe.warmup_steps=100" || echo "model=tiny train.steps=40")
+ONLY_EAGER = $(shell command -v nvidia-smi >/dev/null || echo "system.compile=false")
+quality: $(INSTALLED) ## does it learn the same? a checkpoint trained on under every system, LoRA and QLoRA beside them
+	$(BIN)/python -m sweeps.sums $(QUALITY)/sums.jsonl
+	test -d $(QUALITY)/checkpoint || $(BIN)/python -m sweeps.train system=in_memory $(BASE) logging=none output_dir=$(QUALITY)/run train.export=$(QUALITY)/checkpoint
+	$(BIN)/python -m sweeps.run +experiment=quality model=checkpoint model.checkpoint=$(QUALITY)/checkpoint data.files=$(QUALITY)/sums.jsonl $(ONLY_EAGER) $(SET) || test $$? = 75
 
 # Two processes of one thread each. A file stays in one of them, for its shared fixtures; testpaths has the longest first.
 test: $(INSTALLED) ## every test that needs no GPU

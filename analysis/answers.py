@@ -6,7 +6,7 @@ import pandas as pd
 
 from analysis import names, numbers, speeds, studies, tables
 from analysis.studies import Study
-from sweeps.agreement import REFERENCE
+from sweeps.agreement import ADAPTERS, REFERENCE
 
 
 class Answer(NamedTuple):
@@ -25,6 +25,8 @@ def answer(study: Study, lines: pd.DataFrame) -> Answer:
         if not lead["tokens_per_s"].notna().any():
             told = "Nothing was measured; below stands why."
         return Answer(study.title, told)
+    if study.figure == "quality":
+        return _quality(study, lead)
     if study.compares:
         return _comparison(study, ready)
     if study.effect:
@@ -117,6 +119,47 @@ def loss_gaps(lines: pd.DataFrame) -> list[list[float]]:
     exact = lines[~lines["caveat"].map(lambda caveat: isinstance(caveat, str))]
     reference = (exact if len(exact) else lines).iloc[0]["losses"]
     return [[a - b for a, b in zip(mine, reference, strict=False)] for mine in lines["losses"]]
+
+
+def full(lines: pd.DataFrame) -> pd.Series:
+    """Which lines train every parameter."""
+    return ~lines["system"].isin(ADAPTERS)
+
+
+def master_gaps(lines: pd.DataFrame) -> list[tuple[str, pd.Series, list[float]]]:
+    """(master, line, its losses less the split master's, step by step) of the engine's others."""
+    engine = lines[numbers.engine(lines) & lines["losses"].map(bool)]
+    if not len(engine):
+        return []
+    engine = engine.assign(master=studies.column(engine, "system.master"))
+    split = engine[engine["master"] == "split"]
+    return [
+        (str(line["master"]), line, _less(line["losses"], split.iloc[0]["losses"]))
+        for _, line in engine[engine["master"] != "split"].iterrows()
+        if len(split)
+    ]
+
+
+def _less(losses: list[float], others: list[float]) -> list[float]:
+    return [one - other for one, other in zip(losses, others, strict=False)]
+
+
+def _quality(study: Study, lead: pd.DataFrame) -> Answer:
+    """How far the held-out losses of exact full training lie apart at the end, and what a bf16
+    master adds."""
+    known = lead[full(lead) & lead["heldout_loss"].notna()]
+    exact = known[~known["caveat"].map(lambda caveat: isinstance(caveat, str))]
+    if len(exact) < 2:
+        return Answer(study.title, "Fewer than two systems have a held-out loss, so none is known.")
+    ends = exact["heldout_loss"]
+    apart = f"{ends.max() - ends.min():.2g}"
+    title = f"{len(exact)} systems end within {apart} nats of each other on held-out text"
+    told = f"{len(exact)} ways to train every parameter end within {apart} nats of each other."
+    for _, line in known.drop(exact.index).iterrows():
+        told += (
+            f" {names.name(line)} ends {line['heldout_loss'] - ends.mean():+.2g} from their mean."
+        )
+    return Answer(title, told.replace("-", "−"))
 
 
 def _losses(study: Study, ready: pd.DataFrame) -> Answer:

@@ -7,6 +7,8 @@ import pandas as pd
 SYSTEMS: dict[str, tuple[str, str, str]] = {
     "megatrain": ("MegaTrain", "#1f5fa8", "s"),
     "megatrain_fast": ("MegaTrain fast", "#1f5fa8", "s"),
+    "megatrain_fast_fp32": ("MegaTrain fast, fp32 master", "#5aa9c9", "s"),
+    "megatrain_fast_bf16": ("MegaTrain fast, bf16 master", "#c0392b", "s"),
     "megatrain_stream": ("MegaTrain stream", "#6fa8dc", "o"),
     "megatrain_paper": ("MegaTrain paper", "#9db4cc", "p"),
     "megatrain_long": ("MegaTrain long", "#3d7a99", "h"),

@@ -24,7 +24,7 @@ GB = 1e9
 RUN = r"\d{4}-\d\d-\d\d_[a-z0-9-]+_\w+"
 """DATE_MACHINE_BOOT, the name of a run."""
 NUMBERS = "tokens_per_s device_gb host_gb final_loss max_loss_difference mfu tflops_6p cell_s "
-NUMBERS += "joules_per_token sm_mhz heldout_loss"
+NUMBERS += "joules_per_token sm_mhz heldout_loss exact_match"
 """Columns that are numbers even in a frame where none is known."""
 VARIANTS = ("twinflow", "optimizer", "grad_op")
 """First words of a rival's preset that make another system of it; the others say how it was run."""

@@ -12,7 +12,7 @@ import yaml
 from analysis import rows
 
 PATH = Path(__file__).with_name("studies.yaml")
-FIGURES = ("comparison", "lines", "bars", "losses", "none")
+FIGURES = ("comparison", "lines", "bars", "losses", "quality", "none")
 SHAPES = ("num_params", "batch_size", "seq_len")
 """Columns of the frame that x and hue may name beside config paths and `system`."""
 

@@ -12,7 +12,7 @@ import pandas as pd
 
 from analysis import names, numbers, rows, speeds, studies
 from analysis.studies import Study
-from sweeps.agreement import REFERENCE, STAND_IN
+from sweeps.agreement import ADAPTERS, REFERENCE, STAND_IN
 
 NONE = "—"
 WORDS = {
@@ -33,6 +33,8 @@ CPU_NOTE = "CPU speeds prove wiring and numerics; they say nothing about GPUs."
 
 def of(study: Study, lines: pd.DataFrame, *, energy: bool = False) -> pd.DataFrame:
     """The table of one run; with `energy` also joules a token and the clock, where rows know."""
+    if study.figure == "quality":
+        return quality(lines)
     shown = comparison(study, lines) if study.compares else axes(study, lines)
     if not energy:
         return shown
@@ -43,8 +45,8 @@ def of(study: Study, lines: pd.DataFrame, *, energy: bool = False) -> pd.DataFra
 def _energy(line: pd.Series) -> dict[str, str]:
     joules, mhz = line["joules_per_token"], line["sm_mhz"]
     return {
-        "J/token": NONE if pd.isna(joules) else f"{joules:#.3g}",
-        "GHz": NONE if pd.isna(mhz) else f"{mhz / 1e3:.2f}",
+        "J/token": _known(joules, "#.3g"),
+        "GHz": _known(mhz / 1e3, ".2f"),
         "held down by": names.throttled(line["throttle_reasons"]) or NONE,
     }
 
@@ -68,6 +70,29 @@ def comparison(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
             {"system": label} | _speed(line) | ratio | _memory(line) | {"losses": losses(line)}
         )
     return pd.DataFrame(told, index=ranked.index)
+
+
+def quality(lines: pd.DataFrame) -> pd.DataFrame:
+    """What each system of one run learnt, and what that cost over LoRA. Adapters come last, for
+    they train another function."""
+    adapters = lines["system"].isin(ADAPTERS)
+    ordered = lines.assign(adapters=adapters).sort_values("adapters", kind="stable")
+    lora = lines[(lines["system"] == ADAPTERS[0]) & lines["tokens_per_s"].notna()]
+    told = []
+    for label, (_, line) in zip(labels(ordered), ordered.iterrows(), strict=True):
+        over = NONE
+        if len(lora) and not pd.isna(line["tokens_per_s"]):
+            over = speeds.ratio(line, lora.iloc[0]).times
+        learnt = {"held-out loss": _known(line["heldout_loss"], ".4f")}
+        learnt |= {"exact match": _known(line["exact_match"], ".1%")}
+        joules = {"J/token": _known(line["joules_per_token"], "#.3g")}
+        speed = _speed(line) | {"vs LoRA": over}
+        told.append({"system": label} | learnt | speed | joules | _memory(line))
+    return pd.DataFrame(told, index=ordered.index)
+
+
+def _known(number: Any, form: str) -> str:
+    return NONE if pd.isna(number) else format(number, form)
 
 
 def base_of(study: Study, lines: pd.DataFrame) -> pd.Series | None:

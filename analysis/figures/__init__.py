@@ -15,13 +15,14 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from analysis import studies, timeline
-from analysis.figures import bars, comparison, curves, losses, memory, step
+from analysis.figures import bars, comparison, curves, losses, memory, quality, step
 from analysis.studies import Study
 
 STUDIES: dict[str, Callable[[Study, pd.DataFrame], Figure]] = {
     "comparison": comparison.draw,
     "bars": bars.draw,
     "losses": losses.draw,
+    "quality": quality.draw,
 }
 
 
