@@ -262,7 +262,7 @@ TABLE = {
         measure.exact_match=-1 => measure.exact_match: got -1
         measure.exact_match=3 => measure.exact_match: got 3, allowed with questions and answers
         measure.answer_pattern=x => measure.answer_pattern: got 'x', allowed with measure.exact_match
-        measure.exact_match=3 measure.answer_pattern='(' => measure.answer_pattern: got '(' (
+        measure.exact_match=3 "measure.answer_pattern='('" => measure.answer_pattern: got '(' (
         measure.heldout_every_window=true measure.heldout_tokens=0 => measure.heldout_every_window: got true with
         +measure.nope=1 => measure.nope: got 1
         logging.wandb=perhaps => logging.wandb: got 'perhaps'
