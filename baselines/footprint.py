@@ -23,6 +23,7 @@ from baselines.system import ModelSpec, SystemSpec
 from engine import (
     HOST_OVERHEAD,
     USABLE_DEVICE,
+    Masks,
     Plan,
     Widths,
     layer_activation_bytes,
@@ -42,7 +43,8 @@ def activation_bytes(spec: SystemSpec, options: CommonOptions) -> dict[str, int]
     temporaries of one layer's backward, whichever are larger, for they are never alive together;
     or, where that is more, one recomputed layer's graph, made when those are gone. The formulas are
     the engine's, so that plans differ by schedule alone. Eager attention adds its scores, in the
-    compute dtype before and after, and their fp32 softmax.
+    compute dtype before and after, and their fp32 softmax. Packed documents add masks, of which
+    each layer's graph saves a part.
     """
     config = config_of(spec.model)
     itemsize = spec.dtype.itemsize
@@ -54,6 +56,8 @@ def activation_bytes(spec: SystemSpec, options: CommonOptions) -> dict[str, int]
     temporaries = layer(backward=True) - kept
     if spec.model.attn_implementation == "eager":
         kept += tokens * spec.shape.seq_len * Widths.of(config).heads * (2 * itemsize + 4)
+    masks = packed_masks(spec)
+    kept += masks.saved
     logits = logits_bytes(
         config.vocab_size, min(options.loss_chunk, tokens), itemsize, compiled=options.compile
     )
@@ -63,7 +67,17 @@ def activation_bytes(spec: SystemSpec, options: CommonOptions) -> dict[str, int]
     return {
         "checkpoints": (num_layers - num_kept + 2) * hidden,
         "activations": max(num_kept * kept + max(temporaries, logits), kept + temporaries),
+        **({"masks": masks.given} if masks.given else {}),
     }
+
+
+def packed_masks(spec: SystemSpec) -> Masks:
+    """The masks of one micro-batch of packed documents, or none."""
+    if not spec.packed:
+        return Masks()
+    config, shape = config_of(spec.model), spec.shape
+    config._attn_implementation = spec.model.attn_implementation
+    return Masks.of(config, shape.micro_batch_size, shape.seq_len, spec.dtype.itemsize)
 
 
 def usable_bytes(spec: SystemSpec) -> int:

@@ -48,6 +48,7 @@ def build(
         config=config,
         machine=machine
         or Machine(rates=rates, host_memory=spec.host_memory, device_memory=spec.device_memory),
+        packed=spec.packed,
     )
 
 

@@ -87,6 +87,8 @@ class SystemSpec:
     """Bytes of host memory, for a system that chooses what to put there; None where unknown."""
     device_memory: int | None = None
     """Bytes of device memory to choose for; None is what the device has."""
+    packed: bool = False
+    """Whether batches pack several documents into a sequence, whose masks a plan counts."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The system's own knobs, the rest of the `system` config group."""
     implementation: str | None = None

@@ -19,6 +19,7 @@ from engine.planner.rates import Rates
 from engine.recipe import IGNORE_INDEX, Batch, NonFiniteLossError, Recipe
 from engine.saving import require_sealed, seal, sync, whole_directory
 from engine.sizes import (
+    Masks,
     Plan,
     Widths,
     dtype_name,
@@ -38,6 +39,7 @@ __all__ = [
     "Fate",
     "KernelError",
     "Machine",
+    "Masks",
     "MegaTrain",
     "NonFiniteLossError",
     "Plan",

@@ -22,7 +22,7 @@ from engine.layers.rehearsal import rehearse
 from engine.planner.planner import Machine, Planner
 from engine.planner.rates import Rates
 from engine.recipe import Batch, Recipe
-from engine.sizes import Plan, Widths, Work, dtype_name
+from engine.sizes import Masks, Plan, Widths, Work, dtype_name
 from engine.timeline import Timeline, last_step
 from engine.trainer import Trainer, default_threads
 
@@ -44,12 +44,14 @@ class MegaTrain(Trainer):
         config: EngineConfig | None = None,
         lanes: Lanes | None = None,
         machine: Machine | None = None,
+        packed: bool = False,
     ) -> None:
         """model: a skeleton, parameters on the meta device or to be overwritten; it becomes the
         engine's own.
 
         machine: what to place and predict for; None is the machine at hand, without a limit on host
-        memory. Raises ValueError where the model, the dtype or an option is not supported.
+        memory. packed: whether to plan for several documents in a sequence. Raises ValueError where
+        the model, the dtype or an option is not supported.
         """
         _check(
             dtype,
@@ -63,6 +65,7 @@ class MegaTrain(Trainer):
         decoder = Decoder(model, mlp_chunk=config.mlp_chunk)
         rehearse(decoder, dtype=dtype, device=device, micro_batch=(micro_batch_size, seq_len))
         asked = _asked(config, num_layers=decoder.num_layers, clip=recipe.clip_norm > 0)
+        masks = Masks.of(model.config, micro_batch_size, seq_len, dtype.itemsize)
         work = Work(
             layouts=decoder.layouts(),
             widths=Widths.of(model.config),
@@ -73,6 +76,7 @@ class MegaTrain(Trainer):
             loss_chunk=config.loss_chunk,
             mlp_chunk=config.mlp_chunk,
             compiled=config.compile,
+            masks=masks if packed else Masks(),
         )
         self._planner = Planner(
             work=work,

@@ -97,6 +97,27 @@ def _number(config: Any, name: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Masks:
+    """Bytes of a micro-batch's attention masks where documents are packed; there are none else."""
+
+    given: int = 0
+    """Of those that the model makes, once for all of its layers."""
+    saved: int = 0
+    """Of what one layer's graph holds of them."""
+
+    @classmethod
+    def of(cls, config: Any, rows: int, seq_len: int, itemsize: int) -> Masks:
+        """From a transformers config. Fused attention is given true and false, and each layer's
+        graph saves its own copy in the compute dtype; eager attention is given what it adds, and
+        saves none. One mask a kind of layer: full, with a window."""
+        pairs, text = rows * seq_len**2, config.get_text_config(decoder=True)
+        kinds = len(set(getattr(text, "layer_types", None) or [None]))
+        if getattr(config, "_attn_implementation", None) == "eager":
+            return cls(given=kinds * pairs * itemsize)
+        return cls(given=kinds * pairs, saved=pairs * itemsize)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Work:
     """What every step works on: a model's blocks and the shape of a batch."""
 
@@ -114,6 +135,7 @@ class Work:
     mlp_chunk: int = 0
     """Tokens that an MLP takes at a time, fewer than a micro-batch's, or 0 for all of these."""
     compiled: bool = False
+    masks: Masks = field(default_factory=Masks)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -148,8 +170,8 @@ class Work:
 
     def layer_bytes(self, *, backward: bool) -> int:
         """Bytes of one layer's graph for one micro-batch, as `layer_activation_bytes` counts
-        them."""
-        return layer_activation_bytes(
+        them, and what it saves of a mask."""
+        return self.masks.saved + layer_activation_bytes(
             self.widths,
             self.tokens,
             self.itemsize,
@@ -327,6 +349,7 @@ def device_bytes(blocks: Blocks, work: Work) -> dict[str, int]:
         "checkpoints": (saved + 2) * work.num_micro_batches * work.hidden_bytes,
         "kept": kept,
         "activations": max(_peaks(blocks, work)) - kept,
+        **({"masks": work.num_micro_batches * work.masks.given} if work.masks.given else {}),
     }
 
 

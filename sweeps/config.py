@@ -311,6 +311,7 @@ class Cell:
             device=torch.device(self.machine.device),
             host_memory=self.machine.host_bytes or host_bytes(),
             device_memory=self.machine.device_bytes,
+            packed=bool(self.data.paths),
             options={**self.options, **self._given()},
             implementation=self.implementation,
         )

@@ -13,7 +13,7 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "weights": ("#1b4b82", ("weights",)),
     "master and optimizer state": ("#d0632b", ("master", "moments", "optimizer")),
     "gradients": ("#f0b68f", ("gradients",)),
-    "activations": ("#3f8f3a", ("activations", "kept", "checkpoints")),
+    "activations": ("#3f8f3a", ("activations", "kept", "checkpoints", "masks")),
     "other": ("#b0b0b0", ()),
 }
 """Name -> colour, and the kinds of a row's plan that it stands for; what none names is other."""

@@ -1,6 +1,7 @@
 """Documents packed into one sequence: no document sees another, in the engine and in every loss of
 the baselines."""
 
+import dataclasses
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -8,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from transformers import masking_utils
 
 from baselines.in_memory import InMemory
 from baselines.loss import CausalLMLoss
 from baselines.model import skip_packed_sequence_check
+from baselines.registry import build
 from baselines.system import ModelSpec, Shape, SystemSpec, Unsupported
-from engine import Batch, Recipe, RefusedError
+from engine import Batch, Masks, Recipe, RefusedError, find_layers, packed
 from tests.models import COMMON, engine_gradients, make_engine, make_model, weights_of
 
 pytestmark = pytest.mark.slow
@@ -96,6 +99,53 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
 def told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", None)
     skip_packed_sequence_check()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_masks_that_are_counted_are_those_that_there_are(family, monkeypatch):
+    """What layers are given, by its memory; what their graphs save of it, in a copy."""
+    told(monkeypatch)
+    model_type, attention, settings = FAMILIES[family]
+    model = make_model(model_type, attention=attention, dtype=torch.bfloat16, **settings)
+    batch, given, saved = packed_batch(), {}, {}
+    layers = find_layers(model)[1]
+
+    def look(module: nn.Module, args: Any, kwargs: Any) -> None:
+        note(given, (value for value in (*args, *kwargs.values()) if torch.is_tensor(value)))
+
+    def note(seen: dict[int, torch.Tensor], values: Any) -> None:
+        for value in values:
+            if value.ndim == 4 and tuple(value.shape[-2:]) == (16, 16) and value.shape[1] == 1:
+                seen[value.untyped_storage().data_ptr()] = value
+
+    def keep(value: torch.Tensor) -> torch.Tensor:
+        note(saved, [value])
+        return value
+
+    for layer in layers:
+        layer.register_forward_pre_hook(look, with_kwargs=True)
+    with packed(batch.position_ids[0]), saved_tensors_hooks(keep, lambda value: value):
+        kept = model(input_ids=batch.tokens[0], position_ids=batch.position_ids[0], use_cache=False)
+    masks = Masks.of(model.config, *batch.tokens.shape[1:], 2)
+    assert sum(value.untyped_storage().nbytes() for value in given.values()) == masks.given > 0
+    copies = [value for place, value in saved.items() if place not in given]
+    assert sum(value.nbytes for value in copies) == masks.saved * len(layers)
+    assert kept.logits.requires_grad
+
+
+def test_plans_count_the_masks_of_packed_documents_alone():
+    shape = Shape(batch_size=4, seq_len=16, num_micro_batches=2)
+    spec = SystemSpec(
+        model=ModelSpec(name="tiny", model_type="qwen2", config=COMMON), shape=shape,
+        recipe=Recipe(lr=1e-3), options={"keep_activations": 1},
+    )  # fmt: skip
+    for name, micro_batches, given in (("in_memory", 1, 1), ("fsdp2", 1, 1), ("megatrain", 2, 2)):
+        plain = build(name, spec).plan().device
+        counted = build(name, dataclasses.replace(spec, packed=True)).plan().device
+        assert "masks" not in plain
+        assert counted["masks"] == given * 2 * 16 * 16
+        more = sum(counted.values()) - sum(plain.values())
+        assert more >= counted["masks"] + micro_batches * 2 * 16 * 16 * 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -51,6 +51,11 @@ def test_every_option_composes(group: str, name: str) -> None:
     assert len(cell.hash) == 12
 
 
+def test_a_system_plans_for_packed_documents_where_the_text_is_of_files() -> None:
+    assert composed("data=text", "data.files=a.jsonl").spec().packed
+    assert not composed().spec().packed
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GROUPS["experiment"])
 @pytest.mark.parametrize("system", GROUPS["system"])
