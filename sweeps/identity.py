@@ -85,8 +85,9 @@ def hashed(config: Mapping[str, Any]) -> dict[str, Any]:
     if CHECKPOINT in (config.get("model") or {}):  # its digest stays, wherever it lies
         kept["model"] = {key: value for key, value in config["model"].items() if key != CHECKPOINT}
     kept["system"] = effective(config["system"])
-    kept["recipe"] = dict(config["recipe"])
-    _drop(kept["recipe"], UNDECIDED)
+    if "recipe" in config:
+        kept["recipe"] = dict(config["recipe"])
+        _drop(kept["recipe"], UNDECIDED)
     kept["machine"] = {"device": config["machine"]["device"]}
     if config["machine"].get("device_bytes") is not None:  # placement fills what the cap leaves
         kept["machine"]["device_bytes"] = config["machine"]["device_bytes"]
@@ -141,8 +142,9 @@ def in_force(config: Mapping[str, Any]) -> dict[str, Any]:
     groups = current(config)
     for name in ("system", "process"):
         groups[name] = effective(groups.get(name, {}))
-    groups["recipe"] = dict(groups.get("recipe", {}))
-    _drop(groups["recipe"], UNDECIDED)
+    if "recipe" in groups:
+        groups["recipe"] = dict(groups["recipe"])
+        _drop(groups["recipe"], UNDECIDED)
     return groups
 
 
