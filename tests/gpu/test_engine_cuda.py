@@ -164,6 +164,7 @@ def test_an_evaluation_between_steps_changes_no_bit_and_synchronises_only_to_dra
     options, monkeypatch
 ):
     """Of another number of micro-batches too; the norm of each step is there when it is drained."""
+    skip_packed_sequence_check()
     model, recipe = make_model("qwen2", dtype=torch.bfloat16, **SHAPE), Recipe(lr=1e-3)
     batches = [make_batch(seed, rows=4, seq_len=128, vocab=512) for seed in range(5)]
     more = make_batch(9, micro_batches=3, rows=4, seq_len=128, vocab=512)
