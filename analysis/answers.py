@@ -149,17 +149,19 @@ def _quality(study: Study, lead: pd.DataFrame) -> Answer:
     master adds."""
     known = lead[full(lead) & lead["heldout_loss"].notna()]
     exact = known[~known["caveat"].map(lambda caveat: isinstance(caveat, str))]
-    if len(exact) < 2:
+    if len(known) < 2 or not len(exact):
         return Answer(study.title, "Fewer than two systems have a held-out loss, so none is known.")
-    ends = exact["heldout_loss"]
-    apart = f"{ends.max() - ends.min():.2g}"
-    title = f"{len(exact)} systems end within {apart} nats of each other on held-out text"
-    told = f"{len(exact)} ways to train every parameter end within {apart} nats of each other."
+    ends, title, told = exact["heldout_loss"], study.title, ""
+    if len(exact) > 1:
+        apart = f"{ends.max() - ends.min():.2g}"
+        title = f"{len(exact)} systems end within {apart} nats of each other on held-out text"
+        told = f"{len(exact)} ways to train every parameter end within {apart} nats of each other. "
+    base = "their mean" if len(exact) > 1 else names.name(exact.iloc[0])
     for _, line in known.drop(exact.index).iterrows():
-        told += (
-            f" {names.name(line)} ends {line['heldout_loss'] - ends.mean():+.2g} from their mean."
-        )
-    return Answer(title, told.replace("-", "−"))
+        gap = f"{line['heldout_loss'] - ends.mean():+.2g}"
+        told += f"{names.name(line)} ends {gap} nats from {base}. "
+        title = title if len(exact) > 1 else f"{names.name(line)}: {gap} nats on held-out text"
+    return Answer(title.replace("-", "−"), told.strip().replace("-", "−"))
 
 
 def _losses(study: Study, ready: pd.DataFrame) -> Answer:

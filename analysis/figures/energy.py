@@ -15,10 +15,15 @@ def known(lines: pd.DataFrame) -> bool:
 
 
 def draw(lines: pd.DataFrame) -> Figure:
-    """The run of which most lines tell. lines: of the whole record, or of any rows."""
+    """The largest model of which a run tells two lines that may be compared, and most lines of it.
+    lines: of the record, or any rows."""
     told = lines[lines["joules_per_token"].notna()]
     shape = ["study", "run", "model", "batch_size", "seq_len"]
-    shown = max((part for _, part in told.groupby(shape)), key=len)
+    runs = [part for _, part in told.groupby(shape)]
+    shown = max(
+        runs,
+        key=lambda run: (speeds.comparable(run).sum() > 1, run["num_params"].max(), len(run)),
+    )
     shown = shown.assign(label=tables.labels(shown), may=speeds.comparable(shown))
     shown = shown.sort_values("joules_per_token", ascending=False)
     figure = Figure(figsize=(style.PAGE_IN * 0.86, 0.9 + 0.3 * len(shown)))

@@ -70,7 +70,7 @@ def _messages(shown: pd.DataFrame) -> tuple[str, str, str]:
     told = shown[shown["heldout"].map(bool)]
     ends = pd.DataFrame([points[-1] for points in told["heldout"]], told.index, POINTS)
     full, adapters = ends[answers.full(told)], ends[~answers.full(told)]
-    higher = first = lost = ""
+    higher, first, lost = "On the same text", "", ""
     if len(full) and len(adapters):
         higher = f"LoRA ends {_signed(adapters['loss'].min() - full['loss'].mean())} nats off"
     if len(full):
