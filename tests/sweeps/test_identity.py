@@ -78,7 +78,7 @@ def test_what_decays_is_part_of_a_cell_and_older_rows_say_nothing_of_it() -> Non
     cell = cell_of("system=megatrain")
     assert cell_of("system=megatrain", "recipe.decayed=all") == cell
     assert cell_of("system=megatrain", "recipe.decayed=matrices") != cell
-    row = read_rows(next(RESULTS.glob("*/*.jsonl")))[0].config
+    row = read_rows(next((RESULTS / "vs_zero3_14b").glob("*.jsonl")))[0].config
     read = in_force(row)
     assert "decayed" not in row["recipe"]
     today = {**current(row), "recipe": {**row["recipe"], "decayed": "all"}}
