@@ -23,7 +23,7 @@ from pathlib import Path
 from tests.mutants.catalogue import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("engine", "baselines", "sweeps", "analysis", "conf", "tests")
+COPIED = ("engine", "baselines", "sweeps", "analysis", "conf", "docs", "tests")
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "results")
 CATALOGUE_TESTS = "tests/mutants/test_mutants.py"
 LIMIT_S = 1800
