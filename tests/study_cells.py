@@ -31,6 +31,7 @@ STUDIES: dict[str, dict[str, str]] = {
         "system.compile": "false",
     },
     "precision": TINY | {"system.master": "split,bf16"},
+    "saving": TINY | {"measure.save": "false,true"},
     "width": TINY | {"model.config": WIDTHS, "system": "megatrain"},
 }
 
