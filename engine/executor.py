@@ -73,7 +73,11 @@ class Executor:
         optimizer: AdamW,
         lanes: Lanes,
         device: torch.device,
+        before: Callable[[int], None],
     ) -> None:
+        """before: called with a block before its state in host memory changes; late moments follow
+        an update that was."""
+        self._before = before
         self.blocks, self.work, self.decoder = blocks, work, decoder
         self.store, self.optimizer, self.lanes, self.device = store, optimizer, lanes, device
         self._summed = summed_cross_entropy
@@ -415,6 +419,7 @@ class Executor:
         gradient = (
             self.store.parked[op.block] if op.host_slab < 0 else self.store.slabs[op.host_slab]
         )
+        self._before(op.block)
         for state, part, decays in self._parts[op.block]:
             g = gradient[part]
             self.optimizer.step(state, g, step=s.index, scale=scale, taken=taken, decays=decays)

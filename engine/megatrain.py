@@ -146,11 +146,11 @@ class MegaTrain(Trainer):
         self.saved()
 
     def save_beside(self, directory: Path, *, room: int) -> None:
-        """The same beside the steps that come next: this copies the state and returns.
+        """The same beside the steps that come next: this finishes the step before and returns.
 
-        room: bytes of host memory that copies may take; where they need more, this waits for the
-        disk. ValueError where `directory` exists; `saved`, or the next call, raises what goes wrong
-        later.
+        room: bytes of host memory that copies may take, and keep until `close`; where they need
+        more, this copies the state itself and waits for the disk. ValueError where `directory`
+        exists; `saved`, or the next call, raises what goes wrong later.
         """
         self._settle()
         self.saver.save(directory, self._next_step, self.recipe, room=room)
@@ -167,6 +167,8 @@ class MegaTrain(Trainer):
         own is what goes on.
         """
         self._settle()
+        for block in self.blocks.hosted:
+            self.saver.before(block)
         self._next_step = state.resume(self.store, directory, self.recipe)
 
     def _settle(self) -> None:

@@ -1,4 +1,4 @@
-"""The training state on disk: written beside training, resumed bit for bit.
+"""The training state on disk: copied and written beside training, resumed bit for bit.
 
 Invariants: a directory appears whole or not at all, what is in it is looked at before the first
 byte of the store changes, and it is the state of one step. A state does not depend on placement,
@@ -12,13 +12,16 @@ state.json. All are on the disk before the directory has its name.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
+import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +38,61 @@ FORMAT = 3
 STATE, COMMIT = "state.json", "COMMIT"
 EXACT = {"split": torch.int16, "fp32": torch.float32}
 """Masters that hold the same fp32 numbers, and the dtype of what each has beside the weight."""
-NUM_THREADS = 2
-"""One block is digested while the next is written."""
+NUM_THREADS = 3
+"""One block is digested while another is written and a third is copied."""
+Tensors = dict[str, torch.Tensor]
+"""What a block's file has, by name."""
+
+
+class Taking:
+    """The state of one moment, copied block by block: in turn by the saver, and before its turn by
+    whoever is about to change a block."""
+
+    def __init__(self, states: Sequence[BlockState], copies: dict[int, Tensors]) -> None:
+        """copies: those of an earlier state, to be written over; what is not there is made."""
+        self._states, self._copies = states, copies
+        self._left = {block: threading.Lock() for block in range(len(states))}
+        self._error: BaseException | None = None
+
+    def copied(self, block: int) -> Tensors:
+        """The block's copy, in its turn: by one thread, for the others' are the optimizer's."""
+        self._once(block, _move)
+        if self._error is not None:
+            raise self._error
+        return self._copies[block]
+
+    def lacks(self, block: int) -> bool:
+        """Whether the block must still be copied, or is being copied."""
+        return block in self._left
+
+    def before(self, block: int) -> None:
+        """Return when the block may change. Raises nothing: errors are those of the saver."""
+        self._once(block, torch.Tensor.copy_)
+
+    def give_up(self) -> None:
+        """Nothing more need be copied."""
+        self._left.clear()
+
+    def _once(self, block: int, copy: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+        lock = self._left.get(block)
+        if lock is None:
+            return
+        with lock:
+            if block not in self._left:
+                return
+            try:
+                tensors = _tensors(self._states[block])
+                if block not in self._copies:
+                    made = {
+                        name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items()
+                    }
+                    self._copies[block] = made
+                for name, tensor in tensors.items():
+                    copy(self._copies[block][name], tensor)
+            except Exception as error:  # without which training goes on
+                self._error = error
+                self.give_up()
+            self._left.pop(block, None)
 
 
 class Saver:
@@ -46,51 +102,105 @@ class Saver:
         self._store = store
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="save")
         self._last: Future[None] | None = None
+        self._taking: Taking | None = None
+        self._copies: dict[int, Tensors] = {}
+        """Block -> where it is copied to: kept, so that its pages are touched once."""
+        self._counting = threading.Lock()
         self.counters: dict[str, float] = {}
         """Once something was saved: saved_bytes, save_s, from the beginning to the end of each, and
         save_wait_s, how long training waited for it."""
 
     def save(self, directory: Path, step: int, recipe: Recipe, *, room: int) -> None:
-        """Copy the state, and return; it is written meanwhile and afterwards, until `finish`.
+        """Take the state as it is, and return; it is copied and written afterwards, until `finish`.
 
-        step: optimizer steps taken so far. room: bytes that copies not yet written may take; where
-        they need more, this waits for the disk. One block is copied in any case. The store must not
-        change until this returns. ValueError where `directory` exists; what goes wrong later is
-        raised by `finish` or the next `save`.
+        step: optimizer steps taken so far. room: bytes that copies may take, which are kept for the
+        next state; where they need more, this copies the state itself, waits for the disk between
+        and keeps nothing. One block is copied in any case. The store must not change until this
+        returns, and a block of it not before `before`. ValueError where `directory` exists; what
+        goes wrong later is raised by `finish` or the next `save`.
         """
         self.finish()
         started = time.perf_counter()
         description = describe(self._store) | {"step": step, "recipe": asdict(recipe)}
         with contextlib.ExitStack() as unfinished:
             whole = unfinished.enter_context(whole_directory(directory))
-            writes: list[Future[dict[str, Any]]] = []
-            copied: deque[tuple[int, Future[dict[str, Any]]]] = deque()
-            try:
-                for block, state in enumerate(self._store.states):
-                    num_bytes = sum(tensor.nbytes for tensor in _tensors(state).values())
-                    while copied and sum(size for size, _ in copied) + num_bytes > room:
-                        copied.popleft()[1].result()
-                    # a copy: the next step changes the store
-                    tensors = {k: t.to("cpu", copy=True) for k, t in _tensors(state).items()}
-                    write = self._threads.submit(_write_block, _file(whole, block), tensors)
-                    writes.append(write)
-                    copied.append((num_bytes, write))
-                    del tensors
-            except BaseException:
-                for write in writes:
-                    write.cancel()
-                wait(writes)  # the directory goes when nobody writes into it any more
-                raise
+            if sum(map(_num_bytes, self._store.states)) <= room:
+                work: Callable[..., None] = partial(self._take, self._begin())
+            else:
+                self._copies.clear()
+                work = partial(self._commit, self._copy(whole, room))
             rest = unfinished.pop_all()
-        self._last = self._threads.submit(self._commit, rest, whole, description, writes, started)
+        self._last = self._threads.submit(work, rest, whole, description, started)
         self._count(save_wait_s=time.perf_counter() - started)
 
-    def _commit(
+    def _begin(self) -> Taking:
+        """What is to be copied from now on; blocks on the device are at once."""
+        taking = Taking(self._store.states, self._copies)
+        for block in range(self._store.spec.on_device):
+            taking.before(block)
+        self._taking = taking
+        return taking
+
+    def before(self, block: int) -> None:
+        """Return when the block's state may change: it is copied, if it is to be."""
+        taking = self._taking
+        if taking is not None and taking.lacks(block):
+            started = time.perf_counter()
+            taking.before(block)
+            self._count(save_wait_s=time.perf_counter() - started)
+
+    def _take(
         self,
+        taking: Taking,
         unfinished: contextlib.ExitStack,
         whole: Path,
         description: dict[str, Any],
+        started: float,
+    ) -> None:
+        """Copy block after block, and have each written."""
+        writes: list[Future[dict[str, Any]]] = []
+        with unfinished:
+            try:
+                for block in range(len(self._store.states)):
+                    tensors = taking.copied(block)
+                    if any(write.done() and write.exception() for write in writes):
+                        break  # which `_commit` raises
+                    path = _file(whole, block)
+                    writes.append(self._threads.submit(_write_block, path, tensors))
+            finally:
+                taking.give_up()
+                self._taking = None
+                wait(writes)  # the directory goes when nobody writes into it any more
+            self._commit(writes, unfinished.pop_all(), whole, description, started)
+
+    def _copy(self, whole: Path, room: int) -> list[Future[dict[str, Any]]]:
+        """Copy everything here, and wait for the disk where copies would take more than `room`."""
+        writes: list[Future[dict[str, Any]]] = []
+        copied: deque[tuple[int, Future[dict[str, Any]]]] = deque()
+        try:
+            for block, state in enumerate(self._store.states):
+                num_bytes = _num_bytes(state)
+                while copied and sum(size for size, _ in copied) + num_bytes > room:
+                    copied.popleft()[1].result()
+                # a copy: the next step changes the store
+                tensors = {k: t.to("cpu", copy=True) for k, t in _tensors(state).items()}
+                write = self._threads.submit(_write_block, _file(whole, block), tensors)
+                writes.append(write)
+                copied.append((num_bytes, write))
+                del tensors
+        except BaseException:
+            for write in writes:
+                write.cancel()
+            wait(writes)  # the directory goes when nobody writes into it any more
+            raise
+        return writes
+
+    def _commit(
+        self,
         writes: list[Future[dict[str, Any]]],
+        unfinished: contextlib.ExitStack,
+        whole: Path,
+        description: dict[str, Any],
         started: float,
     ) -> None:
         with unfinished:
@@ -116,7 +226,8 @@ class Saver:
                 self._count(save_wait_s=time.perf_counter() - started)
 
     def _count(self, **more: float) -> None:
-        self.counters |= {name: self.counters.get(name, 0.0) + n for name, n in more.items()}
+        with self._counting:
+            self.counters |= {name: self.counters.get(name, 0.0) + n for name, n in more.items()}
 
     def close(self) -> None:
         """`finish`, then end the threads; idempotent."""
@@ -124,6 +235,15 @@ class Saver:
             self.finish()
         finally:
             self._threads.shutdown()
+
+
+def _move(target: torch.Tensor, source: torch.Tensor) -> None:
+    """A copy by this thread alone, which lets others run."""
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+
+
+def _num_bytes(state: BlockState) -> int:
+    return sum(tensor.nbytes for tensor in _tensors(state).values())
 
 
 def _write_block(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -230,7 +350,7 @@ def _check_tensors(path: Path, allowed: dict[str, str]) -> None:
         )
 
 
-def _tensors(state: BlockState) -> dict[str, torch.Tensor]:
+def _tensors(state: BlockState) -> Tensors:
     named = {name: getattr(state, name) for name in ("weight", "extra", "exp_avg", "exp_avg_sq")}
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 

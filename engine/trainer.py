@@ -67,7 +67,9 @@ class Trainer:
             cuda = self.device.type == "cuda"
             self._lanes = CudaLanes(self.device, names) if cuda else SerialLanes()
         parts = self.blocks, self.work, self._decoder, self._store
-        self._executor = Executor(*parts, optimizer, self._lanes, self.device)
+        self._executor = Executor(
+            *parts, optimizer, self._lanes, self.device, before=self._saver.before
+        )
 
     @property
     def store(self) -> Store:

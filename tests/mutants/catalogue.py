@@ -75,6 +75,7 @@ CONNECTED = "test_architectures.py::test_layers_connected_by_more_than_hidden_st
 TUPLES = "test_rehearsal.py::test_a_layer_may_return_a_tuple_that_its_output_comes_first_in"
 ASSIGNED = "test_architectures.py::test_a_parameter_used_before_the_layers_may_be_registered_after"
 WHOLE = "test_state.py"
+BESIDE = "test_state_beside.py"
 FIRST_STEP = "test_architectures.py::test_first_step_equals_the_plain_model"
 NORM = f"{NODE}test_the_norm_is_that_of_all_gradients"
 DRAINED = f"{NODE}test_parameters_and_checkpoints_are_those_after_every_step_given"
@@ -311,7 +312,15 @@ MUTANTS = (
         ("C13", 't.to("cpu", copy=True)', 't.to("cpu")'),
         ("C14", "+ num_bytes > room:", "> room:"),
         ("C16", "write_master(master, state.weight, state.extra)", "pass"),
-        ("C17", "any more\n                raise", "any more\n                return"),
+        ("C17", "any more\n            raise", "any more\n            return writes"),
+        ("C19", "        self._taking = taking\n", "", BESIDE),
+        ("C20", "range(self._store.spec.on_device):", "range(0):", BESIDE),
+        ("C21", "if taking is not None and taking.lacks(block):", "if False:", BESIDE),
+        ("C22", "            if block not in self._left:\n", "            if False:\n", BESIDE),
+        ("C23", "                self._error = error\n", "", BESIDE),
+        ("C24", "            self._left.pop(block, None)\n", "", BESIDE),
+        ("C25", "            raise self._error\n", "            pass\n", BESIDE),
+        ("C26", "                self._copies.clear()\n", "                pass\n", BESIDE),
         ("C18", "last, self._last = self._last, None", "last = self._last"),
     ),
     *_changes(
@@ -343,7 +352,12 @@ MUTANTS = (
             "self._settle()\n        self.saver.save(",
             "self.drain()\n        self.saver.save(",
         ),
-        ("N6", "self._settle()\n        self._next_step", "self.drain()\n        self._next_step"),
+        (
+            "N6",
+            "self._settle()\n        for block in self.b",
+            "self.drain()\n        for block in self.b",
+        ),
+        ("N10", "self.saver.before(block)", "pass", BESIDE),
     ),
     *_changes(
         "device.py",
@@ -452,6 +466,7 @@ MUTANTS = (
         ("X28", "[r and d is decays for", "[d is decays for", FROZEN),
         ("X29", "g = gradient[part]", "g = gradient[: part.stop - part.start]", FROZEN),
         ("X35", "taken=taken, decays=decays", "taken=taken", DECAY),
+        ("X37", "        self._before(op.block)\n", "", BESIDE),
         ("X36", "self._hyper[decays], scale", "self._hyper[True], scale", DECAY),
         ("X30", "slabs[block][part]", "slabs[block][: part.stop - part.start]", FROZEN),
         ("X31", "slab[part], hyper", "slab[: part.stop - part.start], hyper", FROZEN),
