@@ -62,9 +62,11 @@ def wait_for_copies(engine: MegaTrain) -> None:
         taking.before(block)
 
 
-@pytest.mark.parametrize("clip_norm", [0.5, 0.0])
-@pytest.mark.parametrize("at", [0, 3, 6])
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda p: " ".join(map(str, p)) or "none")
+CASES = [(placement, at, 0.5) for placement in PLACEMENTS for at in (0, 3)]
+CASES += [(PLACEMENTS[0], 6, 0.5), (PLACEMENTS[0], 3, 0.0), (PLACEMENTS[3], 0, 0.0)]
+
+
+@pytest.mark.parametrize(("placement", "at", "clip_norm"), CASES, ids=str)
 def test_a_state_copied_beside_training_is_that_of_its_own_step(
     model, placement, at, clip_norm, tmp_path, monkeypatch
 ):
@@ -107,11 +109,16 @@ def test_what_was_copied_before_training_went_on_is_the_state(model, tmp_path):
     assert_same_files(tmp_path / "beside", tmp_path / "plain")
 
 
-def test_who_waits_for_a_block_that_another_copies_does_not_copy_it_again(model):
+def test_who_waits_for_a_block_that_another_copies_does_not_copy_it_again(model, monkeypatch):
     """It may have changed by then."""
     store = make_engine(model).store
     taking, begun, found = state.Taking(store.states, {}), threading.Event(), []
-    before = store.states[0].weight.clone()
+    before, changed = store.states[0].weight.clone(), threading.Event()
+
+    def again(target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source if changed.wait(60) else target)
+
+    monkeypatch.setattr(state, "_move", again)
 
     def slow(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
@@ -121,6 +128,7 @@ def test_who_waits_for_a_block_that_another_copies_does_not_copy_it_again(model)
     def change() -> None:
         taking._once(0, slow)
         store.states[0].weight.zero_()
+        changed.set()
 
     threads = [threading.Thread(target=change)]
     threads.append(threading.Thread(target=lambda: found.append(taking.copied(0))))
@@ -145,6 +153,29 @@ def test_without_room_nothing_is_kept(model, tmp_path):
         assert held <= room
 
 
+def test_copies_that_have_too_little_room_are_made_before_training_goes_on(
+    model, tmp_path, monkeypatch
+):
+    """Though the last block is written later."""
+    engine, plain = (make_engine(model, recipe=RECIPE) for _ in range(2))
+    for one in (engine, plain):
+        train(one, 2)
+    plain.save(tmp_path / "plain")
+    write, trained = state._write_block, threading.Event()
+
+    def late(path: Path, tensors: Any) -> Any:
+        assert path.stem != "block-0005" or trained.wait(60)
+        return write(path, tensors)
+
+    monkeypatch.setattr(state, "_write_block", late)
+    room = sum(map(state._num_bytes, engine.store.states)) - 1
+    engine.save_beside(tmp_path / "beside", room=room)
+    train(engine, 2, first=2)
+    trained.set()
+    engine.saved()
+    assert_same_files(tmp_path / "beside", tmp_path / "plain")
+
+
 def test_a_state_is_that_of_before_a_resume(model, tmp_path, monkeypatch):
     engine = make_engine(model, recipe=RECIPE)
     engine.save(tmp_path / "first")
@@ -158,8 +189,7 @@ def test_a_state_is_that_of_before_a_resume(model, tmp_path, monkeypatch):
     assert_same_files(tmp_path / "beside", tmp_path / "second")
 
 
-@pytest.mark.parametrize("at", [0, 3, 6])
-@pytest.mark.parametrize("block", [0, 2, 5])
+@pytest.mark.parametrize(("at", "block"), [(0, 0), (3, 2), (3, 5), (6, 5)])
 def test_a_disk_that_fills_while_blocks_are_copied_leaves_training_alone(
     model, at, block, tmp_path, monkeypatch
 ):

@@ -309,7 +309,7 @@ MUTANTS = (
         ),
         ("C11", "    sync(path)\n", ""),
         ("C12", 'allowed | {"block": path.stem}', 'allowed | {"block": got["block"]}'),
-        ("C13", 't.to("cpu", copy=True)', 't.to("cpu")'),
+        ("C13", 't.to("cpu", copy=True)', 't.to("cpu")', BESIDE),
         ("C14", "+ num_bytes > room:", "> room:"),
         ("C16", "write_master(master, state.weight, state.extra)", "pass"),
         ("C17", "any more\n            raise", "any more\n            return writes"),
