@@ -21,7 +21,7 @@ RECIPE = Recipe(lr=1e-2)
 ROOM = 1 << 40
 PLACEMENTS: list[dict[str, Any]] = [
     {},
-    {"lanes": TwinLanes(seed=4)},
+    {"twin": 4},
     {"depth": 1, "streams": 1, "gradient_slabs": 1},
     {"device_optimizer": 3, "keep_activations": 1},
     {"device_optimizer": 6},
@@ -49,6 +49,12 @@ def model():
     return make_model("qwen2", num_hidden_layers=4, dtype=torch.bfloat16)
 
 
+def make(model, recipe: Recipe, twin: int | None = None, **placement: Any) -> MegaTrain:
+    """An engine, on a device that is simulated with the seed `twin` where one is given."""
+    lanes = {} if twin is None else {"lanes": TwinLanes(seed=twin)}
+    return make_engine(model, recipe=recipe, **lanes, **placement)
+
+
 def assert_same_files(found: Path, expected: Path) -> None:
     for path in expected.glob("block-*"):
         assert (found / path.name).read_bytes() == path.read_bytes(), path.name
@@ -73,13 +79,13 @@ def test_a_state_copied_beside_training_is_that_of_its_own_step(
     """Updates overtake the copier from block `at` on; twice, the second time over the same
     copies."""
     recipe = replace(RECIPE, clip_norm=clip_norm)
-    plain = make_engine(model, recipe=recipe, **placement)
+    plain = make(model, recipe, **placement)
     losses = train(plain, 2)[0]
     for step in (2, 4):
         plain.save(tmp_path / f"plain-{step}")
         more, parameters = train(plain, 2, first=step)
         losses += more
-    engine = make_engine(model, recipe=recipe, **placement)
+    engine = make(model, recipe, **placement)
     found, places = train(engine, 2)[0], []
     for step in (2, 4):
         with monkeypatch.context() as patched:
