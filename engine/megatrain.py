@@ -145,6 +145,11 @@ class MegaTrain(Trainer):
         self.save_beside(directory, room=0)
         self.saved()
 
+    def reserve(self, *, room: int) -> None:
+        """Take the memory of copies for `save_beside` now, after setup, not when the first state is
+        saved, where training would wait for it. room: as there."""
+        self.saver.reserve(room)
+
     def save_beside(self, directory: Path, *, room: int) -> None:
         """The same beside the steps that come next: this finishes the step before and returns.
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import os
 import threading
 import time
 import warnings
@@ -38,8 +39,11 @@ FORMAT = 3
 STATE, COMMIT = "state.json", "COMMIT"
 EXACT = {"split": torch.int16, "fp32": torch.float32}
 """Masters that hold the same fp32 numbers, and the dtype of what each has beside the weight."""
-NUM_THREADS = 3
-"""One block is digested while another is written and a third is copied."""
+WRITERS = 2
+"""One block is digested while another is written."""
+COPIERS = max(1, len(os.sched_getaffinity(0)) // 4)
+"""Blocks that are copied at a time, each by one thread. What is copied while the optimizer rests,
+which with clipping is a whole forward and backward, no update waits for."""
 Tensors = dict[str, torch.Tensor]
 """What a block's file has, by name."""
 
@@ -83,10 +87,7 @@ class Taking:
             try:
                 tensors = _tensors(self._states[block])
                 if block not in self._copies:
-                    made = {
-                        name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items()
-                    }
-                    self._copies[block] = made
+                    self._copies[block] = _like(tensors)
                 for name, tensor in tensors.items():
                     copy(self._copies[block][name], tensor)
             except Exception as error:  # without which training goes on
@@ -100,7 +101,8 @@ class Saver:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="save")
+        self._threads = ThreadPoolExecutor(WRITERS + 1, thread_name_prefix="save")
+        self._copiers = ThreadPoolExecutor(COPIERS, thread_name_prefix="copy")
         self._last: Future[None] | None = None
         self._taking: Taking | None = None
         self._copies: dict[int, Tensors] = {}
@@ -109,6 +111,16 @@ class Saver:
         self.counters: dict[str, float] = {}
         """Once something was saved: saved_bytes, save_s, from the beginning to the end of each, and
         save_wait_s, how long training waited for it."""
+
+    def reserve(self, room: int) -> None:
+        """Take the memory of copies now, where `room` bytes are enough, and touch its pages: at the
+        first save training would wait for that. MemoryError where there is none."""
+        if self._has_room(room):
+            for block, state in enumerate(self._store.states):
+                self._copies.setdefault(block, _like(_tensors(state)))
+
+    def _has_room(self, room: int) -> bool:
+        return sum(map(_num_bytes, self._store.states)) <= room
 
     def save(self, directory: Path, step: int, recipe: Recipe, *, room: int) -> None:
         """Take the state as it is, and return; it is copied and written afterwards, until `finish`.
@@ -124,7 +136,7 @@ class Saver:
         description = describe(self._store) | {"step": step, "recipe": asdict(recipe)}
         with contextlib.ExitStack() as unfinished:
             whole = unfinished.enter_context(whole_directory(directory))
-            if sum(map(_num_bytes, self._store.states)) <= room:
+            if self._has_room(room):
                 work: Callable[..., None] = partial(self._take, self._begin())
             else:
                 self._copies.clear()
@@ -159,10 +171,12 @@ class Saver:
     ) -> None:
         """Copy block after block, and have each written."""
         writes: list[Future[dict[str, Any]]] = []
+        blocks = range(len(self._store.states))
         with unfinished:
+            copies = [self._copiers.submit(taking.copied, block) for block in blocks]
             try:
-                for block in range(len(self._store.states)):
-                    tensors = taking.copied(block)
+                for block, copy in enumerate(copies):
+                    tensors = copy.result()
                     if any(write.done() and write.exception() for write in writes):
                         break  # which `_commit` raises
                     path = _file(whole, block)
@@ -170,6 +184,7 @@ class Saver:
             finally:
                 taking.give_up()
                 self._taking = None
+                wait(copies)
                 wait(writes)  # the directory goes when nobody writes into it any more
             self._commit(writes, unfinished.pop_all(), whole, description, started)
 
@@ -235,11 +250,17 @@ class Saver:
             self.finish()
         finally:
             self._threads.shutdown()
+            self._copiers.shutdown()
 
 
 def _move(target: torch.Tensor, source: torch.Tensor) -> None:
     """A copy by this thread alone, which lets others run."""
     ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+
+
+def _like(tensors: Tensors) -> Tensors:
+    """Host memory for copies of them. Zeroing is the parallel first touch."""
+    return {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in tensors.items()}
 
 
 def _num_bytes(state: BlockState) -> int:

@@ -87,6 +87,11 @@ class Saves:
         """resume_s: seconds that the last state took to be checked and read."""
         self.remove()  # one of a cell that was killed
 
+    def reserve(self) -> None:
+        """Once the system is set up: take the memory of copies, where it makes any."""
+        if hasattr(self._system, "reserve"):
+            self._system.reserve(room=self._room)
+
     def begin(self) -> None:
         """Save; a system that cannot do so beside training has done it when this returns."""
         if hasattr(self._system, "save_beside"):

@@ -67,6 +67,8 @@ def work(cell: Cell, emit: Emitter, rates: Mapping[str, float] | None = None) ->
         system.setup(starting_weights(spec.model, cell.seed, spec.dtype, spec.device))
         follow = heldout.batches(cell) if cell.measure.heldout_every_window else ()
         given = saves if cell.measure.save else None
+        if given:
+            given.reserve()
         bench.measure(system, steps, cell.measure, emit, heldout=follow, saves=given)
         cuda = spec.device.type == "cuda"
         emit(

@@ -281,6 +281,8 @@ class _Run:
         deadline = self.began + (cell.time_limit_s or math.inf)
         with contextlib.closing(self.system), Shown() as shown:
             self.system.setup(self.weights)
+            if self.train.save_every and hasattr(self.system, "reserve"):
+                self.system.reserve(room=room)
             training = Training(
                 self.system,
                 cell,

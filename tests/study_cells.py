@@ -31,7 +31,7 @@ STUDIES: dict[str, dict[str, str]] = {
         "system.compile": "false",
     },
     "precision": TINY | {"system.master": "split,bf16"},
-    "saving": TINY | {"measure.save": "false,true"},
+    "saving": TINY | {"measure.save": "false,true", "system": "megatrain"},
     "width": TINY | {"model.config": WIDTHS, "system": "megatrain"},
 }
 

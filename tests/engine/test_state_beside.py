@@ -159,6 +159,22 @@ def test_without_room_nothing_is_kept(model, tmp_path):
         assert held <= room
 
 
+def test_reserved_memory_is_what_states_are_copied_into(model, tmp_path):
+    engine = make_engine(model, recipe=RECIPE)
+    train(engine, 1)
+    size = sum(map(state._num_bytes, engine.store.states))
+    engine.reserve(room=size - 1)
+    assert not engine.saver._copies
+    engine.reserve(room=size)
+    reserved = {b: t["weight"].data_ptr() for b, t in engine.saver._copies.items()}
+    assert len(reserved) == 6
+    engine.save_beside(tmp_path / "beside", room=size)
+    engine.saved()
+    assert reserved == {b: t["weight"].data_ptr() for b, t in engine.saver._copies.items()}
+    engine.save(tmp_path / "plain")
+    assert_same_files(tmp_path / "beside", tmp_path / "plain")
+
+
 def test_copies_that_have_too_little_room_are_made_before_training_goes_on(
     model, tmp_path, monkeypatch
 ):
