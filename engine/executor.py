@@ -75,8 +75,8 @@ class Executor:
         device: torch.device,
         before: Callable[[int], None],
     ) -> None:
-        """before: called with a block before its state in host memory changes; late moments follow
-        an update that was."""
+        """before: called with a block before its state changes, on the lane that changes it; late
+        moments follow an update that was."""
         self._before = before
         self.blocks, self.work, self.decoder = blocks, work, decoder
         self.store, self.optimizer, self.lanes, self.device = store, optimizer, lanes, device
@@ -390,6 +390,7 @@ class Executor:
 
     def _update_here(self, op: Op, _: StepState) -> None:
         slab = self.memory.slab(op)
+        self._before(op.block)
         for state, part, decays in self._parts[op.block]:
             self.optimizer.device_step(
                 state, slab[part], hyper=self._hyper[decays], scale=self.memory.scale

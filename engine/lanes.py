@@ -34,6 +34,25 @@ class Ticket:
     """Set behind it on the CPU lane."""
 
 
+class CopyStream:
+    """A stream for copies that belong to no step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def enqueue(self, task: Task) -> torch.cuda.Event:
+        """Run `task` here, behind nothing but earlier ones; the event is recorded behind it."""
+        with torch.cuda.stream(self._stream):
+            task()
+        event: torch.cuda.Event = self._stream.record_event()
+        return event
+
+
+def hold_until(event: torch.cuda.Event) -> None:
+    """What this thread's stream does next waits for the event."""
+    torch.cuda.current_stream().wait_event(event)
+
+
 class CudaLanes:
     """Device lanes are CUDA streams, the CPU lane is one worker thread."""
 

@@ -172,7 +172,7 @@ class MegaTrain(Trainer):
         own is what goes on.
         """
         self._settle()
-        for block in self.blocks.hosted:
+        for block in range(self.blocks.num_blocks):
             self.saver.before(block)
         self._next_step = state.resume(self.store, directory, self.recipe)
 

@@ -30,10 +30,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from engine.lanes import CopyStream, hold_until
 from engine.master import BlockState, read_master, write_master
 from engine.recipe import Recipe
 from engine.saving import digest, sync, whole_directory
-from engine.store import Store
+from engine.sizes import PAGE
+from engine.store import Arena, Store
 
 FORMAT = 3
 STATE, COMMIT = "state.json", "COMMIT"
@@ -56,21 +58,41 @@ class Taking:
         """copies: those of an earlier state, to be written over; what is not there is made."""
         self._states, self._copies = states, copies
         self._left = {block: threading.Lock() for block in range(len(states))}
+        self._events: dict[int, torch.cuda.Event] = {}
+        """Block on a GPU -> when its copy is there."""
         self._error: BaseException | None = None
+
+    def begin(self, block: int, stream: CopyStream) -> None:
+        """Enqueue the copy of a block on a GPU."""
+        tensors = _tensors(self._states[block])
+        copies = self._copies.get(block) or _like(tensors)
+
+        def copy() -> None:
+            for name, tensor in tensors.items():
+                copies[name].copy_(tensor, non_blocking=True)
+
+        self._copies[block] = copies
+        self._events[block] = stream.enqueue(copy)
+        del self._left[block]
 
     def copied(self, block: int) -> Tensors:
         """The block's copy, in its turn: by one thread, for the others' are the optimizer's."""
         self._once(block, _move)
+        if block in self._events:
+            self._events[block].synchronize()
         if self._error is not None:
             raise self._error
         return self._copies[block]
 
     def lacks(self, block: int) -> bool:
         """Whether the block must still be copied, or is being copied."""
-        return block in self._left
+        return block in self._left or block in self._events
 
     def before(self, block: int) -> None:
-        """Return when the block may change. Raises nothing: errors are those of the saver."""
+        """Return when the block may change, or on a GPU have the current stream wait until it may.
+        Raises nothing: errors are those of the saver."""
+        if block in self._events:
+            hold_until(self._events[block])
         self._once(block, torch.Tensor.copy_)
 
     def give_up(self) -> None:
@@ -107,6 +129,10 @@ class Saver:
         self._taking: Taking | None = None
         self._copies: dict[int, Tensors] = {}
         """Block -> where it is copied to: kept, so that its pages are touched once."""
+        self._arena: Arena | None = None
+        """Pinned memory of the copies of blocks on a GPU."""
+        self._stream: CopyStream | None = None
+        """Which copies them."""
         self._counting = threading.Lock()
         self.counters: dict[str, float] = {}
         """Once something was saved: saved_bytes, save_s, from the beginning to the end of each, and
@@ -115,9 +141,20 @@ class Saver:
     def reserve(self, room: int) -> None:
         """Take the memory of copies now, where `room` bytes are enough, and touch its pages: at the
         first save training would wait for that. MemoryError where there is none."""
-        if self._has_room(room):
-            for block, state in enumerate(self._store.states):
-                self._copies.setdefault(block, _like(_tensors(state)))
+        if not self._has_room(room) or self._copies:
+            return
+        states = self._store.states
+        ours = [t for state in states for t in _tensors(state).values() if t.is_cuda]
+        sizes = [t.nbytes + -t.nbytes % PAGE for t in ours]
+        self._arena = Arena(sizes, pinned=self._store.spec.pinned)
+        pieces = iter(self._arena.pieces)
+        for block, state in enumerate(states):
+            tensors = _tensors(state)
+            self._copies[block] = (
+                {name: next(pieces)[: t.nbytes].view(t.dtype) for name, t in tensors.items()}
+                if state.weight.is_cuda
+                else _like(tensors)
+            )
 
     def _has_room(self, room: int) -> bool:
         return sum(map(_num_bytes, self._store.states)) <= room
@@ -139,22 +176,28 @@ class Saver:
             if self._has_room(room):
                 work: Callable[..., None] = partial(self._take, self._begin())
             else:
-                self._copies.clear()
+                self._forget()
                 work = partial(self._commit, self._copy(whole, room))
             rest = unfinished.pop_all()
         self._last = self._threads.submit(work, rest, whole, description, started)
         self._count(save_wait_s=time.perf_counter() - started)
 
     def _begin(self) -> Taking:
-        """What is to be copied from now on; blocks on the device are at once."""
+        """What is to be copied from now on; copies of blocks on the device are enqueued."""
         taking = Taking(self._store.states, self._copies)
         for block in range(self._store.spec.on_device):
-            taking.before(block)
+            device = self._store.states[block].weight.device
+            if device.type == "cuda":
+                self._stream = self._stream or CopyStream(device)
+                taking.begin(block, self._stream)
+            else:
+                taking.before(block)
         self._taking = taking
         return taking
 
     def before(self, block: int) -> None:
-        """Return when the block's state may change: it is copied, if it is to be."""
+        """`Taking.before`, if a state is being copied; called on the lane that changes the
+        block."""
         taking = self._taking
         if taking is not None and taking.lacks(block):
             started = time.perf_counter()
@@ -251,6 +294,14 @@ class Saver:
         finally:
             self._threads.shutdown()
             self._copiers.shutdown()
+            self._forget()
+
+    def _forget(self) -> None:
+        """Give the memory of copies back."""
+        self._copies.clear()
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
 
 
 def _move(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -28,7 +28,7 @@ class Store:
     def __init__(self, spec: StoreSpec, *, device: torch.device) -> None:
         self.spec = spec
         sizes = spec.hosted_numels
-        self._arena = _Arena(spec.buffers(), pinned=spec.pinned)
+        self._arena = Arena(spec.buffers(), pinned=spec.pinned)
         pieces = iter(self._arena.pieces)
         weights = [next(pieces).view(spec.dtype) for _ in sizes]
         self.slabs = {slab: next(pieces).view(spec.dtype) for slab in spec.slabs}
@@ -101,7 +101,7 @@ def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-class _Arena:
+class Arena:
     """Zeroed bytes in pieces of exactly the sizes asked for, pinned as `system.pinned` says; the
     exact kind is page-aligned and in one."""
 
@@ -126,6 +126,7 @@ class _Arena:
             self._registered = whole
 
     def close(self) -> None:
+        """Unpin; idempotent."""
         if self._registered is not None:
             _cudart().cudaHostUnregister(self._registered.data_ptr())
             self._registered = None

@@ -17,7 +17,7 @@ import torch
 from baselines.model import skip_packed_sequence_check
 from engine import Recipe, norm_of
 from engine.layout import BLOCK_ALIGNMENT
-from engine.store import _Arena
+from engine.store import Arena
 from tests.models import make_batch, make_engine, make_model
 
 pytestmark = [
@@ -184,18 +184,18 @@ def test_an_evaluation_between_steps_changes_no_bit_and_synchronises_only_to_dra
             drain()
             torch.cuda.set_sync_debug_mode("error")
 
-        monkeypatch.setattr(engine.executor.lanes, "drain", draining)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            for batch in batches[1:]:
-                losses.append(engine.train_step(batch))
-                norms.append(engine.gradient_norm)
-                if evaluates:
-                    last = engine.evaluate(more)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        with monkeypatch.context() as patch:  # undone before `close` drains
+            patch.setattr(engine.executor.lanes, "drain", draining)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                for batch in batches[1:]:
+                    losses.append(engine.train_step(batch))
+                    norms.append(engine.gradient_norm)
+                    if evaluates:
+                        last = engine.evaluate(more)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
         engine.drain()
-        torch.cuda.set_sync_debug_mode("default")
         if evaluates:
             assert last.item() != first.item() == pytest.approx(last.item(), rel=0.1)
         numbers = [value.item() for value in (*losses, *norms)]
@@ -393,7 +393,7 @@ def test_a_cap_on_device_memory_binds():
 def test_the_host_arena_is_pinned_and_moves_at_the_speed_of_pinned_memory():
     """Registered memory: the copy from the arena is asynchronous and no slower than from torch's
     own pinned memory."""
-    arena = _Arena([1 << 28], pinned="exact")
+    arena = Arena([1 << 28], pinned="exact")
     target = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
 
     def seconds(source: torch.Tensor) -> float:

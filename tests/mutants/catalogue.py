@@ -320,7 +320,7 @@ MUTANTS = (
         ("C23", "                self._error = error\n", "", BESIDE),
         ("C24", "            self._left.pop(block, None)\n", "", BESIDE),
         ("C25", "            raise self._error\n", "            pass\n", BESIDE),
-        ("C26", "                self._copies.clear()\n", "                pass\n", BESIDE),
+        ("C26", "                self._forget()\n", "                pass\n", BESIDE),
         ("C18", "last, self._last = self._last, None", "last = self._last"),
     ),
     *_changes(
@@ -354,8 +354,8 @@ MUTANTS = (
         ),
         (
             "N6",
-            "self._settle()\n        for block in self.b",
-            "self.drain()\n        for block in self.b",
+            "._settle()\n        for block in range(self.blocks.num_blocks):\n            self.s",
+            ".drain()\n        for block in range(self.blocks.num_blocks):\n            self.s",
         ),
         ("N10", "self.saver.before(block)", "pass", BESIDE),
     ),
@@ -466,7 +466,7 @@ MUTANTS = (
         ("X28", "[r and d is decays for", "[d is decays for", FROZEN),
         ("X29", "g = gradient[part]", "g = gradient[: part.stop - part.start]", FROZEN),
         ("X35", "taken=taken, decays=decays", "taken=taken", DECAY),
-        ("X37", "        self._before(op.block)\n", "", BESIDE),
+        ("X37", "        )\n        self._before(op.block)\n", "        )\n", BESIDE),
         ("X36", "self._hyper[decays], scale", "self._hyper[True], scale", DECAY),
         ("X30", "slabs[block][part]", "slabs[block][: part.stop - part.start]", FROZEN),
         ("X31", "slab[part], hyper", "slab[: part.stop - part.start], hyper", FROZEN),
