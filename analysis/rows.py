@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 
 from analysis import runs
-from sweeps.agreement import compared, is_compiled
+from sweeps.agreement import COMPARED_STEPS, compared, is_compiled
 from sweeps.identity import FALLBACK, configuration, file_id, flat, in_force
 from sweeps.result import Row, host_split, read_rows
 from sweeps.runfile import Tagged
@@ -110,9 +110,10 @@ def _framed(tagged: list[Tagged]) -> pd.DataFrame:
 
 
 def _record(item: Tagged, together: Sequence[Row]) -> dict[str, Any]:
-    """The row's own fields, then what is derived. What a row states of its losses itself stands."""
+    """The row's own fields, then what is derived. What a row states of its losses itself stands,
+    but where it compared all steps of a long run."""
     row = item.row
-    if row.agrees is None and row.config:
+    if row.config and (row.agrees is None or len(row.losses) > COMPARED_STEPS):
         row = compared(row, together, complete=True)
     own = {field.name: getattr(row, field.name) for field in dataclasses.fields(Row)}
     measure = row.config.get("measure", {})

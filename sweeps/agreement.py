@@ -24,6 +24,9 @@ NO_ROOM = ("wont_fit", "oom_device", "oom_host")
 LOSS_TOLERANCE = 2e-3
 """Largest absolute difference from the reference's losses, nats per token, at which a row
 `agrees`."""
+COMPARED_STEPS = 30
+"""The first steps, whose losses are compared. Later ones are further apart under two exact systems,
+for training amplifies what they round otherwise; a long run is judged by its held-out loss."""
 
 
 def compared(row: Row, rows: Sequence[Row], *, complete: bool = False) -> Row:
@@ -54,9 +57,8 @@ def compared(row: Row, rows: Sequence[Row], *, complete: bool = False) -> Row:
         return dataclasses.replace(row, agrees=True, max_loss_difference=0.0)
     if reference is None or not row.losses:
         return row
-    worst = max(
-        abs(mine - theirs) for mine, theirs in zip(row.losses, reference.losses, strict=False)
-    )
+    pairs = list(zip(row.losses, reference.losses, strict=False))[:COMPARED_STEPS]
+    worst = max(abs(mine - theirs) for mine, theirs in pairs)
     return dataclasses.replace(row, agrees=worst <= LOSS_TOLERANCE, max_loss_difference=worst)
 
 

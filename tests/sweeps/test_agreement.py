@@ -43,6 +43,17 @@ def test_agreement_is_with_the_reference_of_the_same_config() -> None:
     assert compared(row("in_memory", 1.0), []).agrees is True
 
 
+@pytest.mark.parametrize(("step", "agrees"), [(29, False), (30, True)])
+def test_a_long_run_is_held_against_the_first_steps_of_the_reference(
+    step: int, agrees: bool
+) -> None:
+    """Later ones are far apart under two exact systems."""
+    losses = [1.0] * 100
+    reference = dataclasses.replace(row("in_memory", 1.0), losses=losses)
+    mine = dataclasses.replace(row("zero3", 1.0), losses=[*losses[:step], 2.0, *losses[step + 1 :]])
+    assert compared(mine, [reference]).agrees is agrees
+
+
 def test_zero3_stands_in_where_the_reference_has_no_room_and_only_there() -> None:
     assert compared(EAGER, []).agrees is None
     assert compared(EAGER, [NO_ROOM]).max_loss_difference == 0.0
