@@ -156,6 +156,9 @@ class DeviceSampler(Protocol):
     def sample(self, pid: int) -> int | None:
         """Bytes that the process tree of `pid` uses now; None where there is no device."""
 
+    def power_limit(self) -> float | None:
+        """Watts that the device may draw; None where it does not tell or is not there."""
+
     def crowd(self) -> Crowd | None:
         """Who is on the device while no cell runs; None where nobody is."""
 
@@ -169,6 +172,10 @@ class NoDevice:
 
     def sample(self, pid: int) -> int | None:
         """Nothing to read."""
+        return None
+
+    def power_limit(self) -> float | None:
+        """Nobody tells."""
         return None
 
     def crowd(self) -> Crowd | None:
@@ -215,6 +222,12 @@ class Nvml:
         if mine and all(item is not None for item in mine):
             return int(sum(mine))
         return max(0, self._used() - self._before)
+
+    def power_limit(self) -> float | None:
+        """Watts that the device may draw; None where it does not tell."""
+        nvml, handle = self._nvml, self._handle
+        milliwatts = self._asked(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
+        return None if milliwatts is None else milliwatts / 1000
 
     def crowd(self) -> Crowd | None:
         """Who is still there after up to PATIENCE_S. What is in use then is not counted as the next

@@ -22,7 +22,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -43,6 +43,7 @@ from sweeps.generations import Generations, replace_file
 from sweeps.heldout import batches_of
 from sweeps.identity import digest, published
 from sweeps.isolate import verdict
+from sweeps.memory import device_sampler
 from sweeps.outlook import built, outlook_of, spare_host_bytes
 from sweeps.text import stream_of
 from sweeps.training import Train, Training, duration
@@ -252,9 +253,10 @@ class _Run:
         return str(run["id"])
 
     def _tell(self) -> None:
-        """What is going to be trained, how long that takes where it is known, what states take.
+        """What is going to be trained, and what it takes: time and energy where they are known,
+        memory, and the disk for states.
 
-        ValueError where the disk has no room for one.
+        ValueError where that has no room for one.
         """
         cell, steps = self.cell, self.train.num_steps(self.stream)
         each = BYTES_A_PARAMETER * int(self.outlook.events[0]["num_params"])
@@ -264,12 +266,13 @@ class _Run:
                 f"output_dir: got {cell.output_dir} with {free:,} bytes free, allowed {each:,}, "
                 "which a state takes; choose another disk"
             )
-        known = self.outlook.step_s
-        takes = f", about {duration(steps * known)}" if known else ""
+        step_s, watts = self.outlook.step_s, device_sampler(cell.machine.device).power_limit()
         print(
             f"{cell.experiment}: {cell.system}, {cell.model.name} {cell.dtype}, "
             f"{cell.shape.batch_size} x {cell.shape.seq_len} tokens, {steps:,} steps on "
-            f"{cell.machine.device}{takes}\n  a state takes about {each / 1e9:.2f} GB, "
+            f"{cell.machine.device}{time_and_energy(steps, step_s, watts)}\n  "
+            f"memory: {memory_use(self.outlook.plan, environment.machine(cell.machine, None))}\n  "
+            f"a state takes about {each / 1e9:.2f} GB, "
             f"{self.train.keep} are kept, {free / 1e9:.1f} GB are free",
             flush=True,
         )
@@ -317,6 +320,26 @@ class _Run:
             dtype = DTYPES[self.train.export_dtype or self.cell.dtype]
             export(self.system.parameters(), spec.model, path, dtype=dtype)
         print(f"  weights: {path}", flush=True)
+
+
+def time_and_energy(num_steps: int, step_s: float | None, watts: float | None) -> str:
+    """What the steps alone take, in words: by the cost model, and at the power limit, in W, of the
+    device; nothing where the first is unknown."""
+    if not step_s:
+        return ""
+    energy = f" and at most {num_steps * step_s * watts / 3.6e6:,.2f} kWh" if watts else ""
+    return f", about {duration(num_steps * step_s)}{energy}"
+
+
+def memory_use(plan: Mapping[str, Any], machine: Mapping[str, Any]) -> str:
+    """What is planned of what the machine has, in words; without a device all is the host's."""
+    needed = {kind: sum(plan[kind].values()) for kind in ("host", "device")}
+    if machine["device_bytes"] is None:
+        needed = {"host": sum(needed.values())}
+    return ", ".join(
+        f"{num_bytes / 1e9:.2f} of {machine[f'{kind}_bytes'] / 1e9:.1f} GB on the {kind}"
+        for kind, num_bytes in needed.items()
+    )
 
 
 def known_of(cell: Cell) -> dict[str, Any]:

@@ -175,6 +175,27 @@ def test_the_log_says_what_was_done(ended):
     assert [line["tokens"] for line in lines] == [32 * step for step in range(1, 7)]
 
 
+@pytest.mark.parametrize(
+    ("step_s", "watts", "told"),
+    [
+        (None, 700.0, ""),
+        (3.6, None, ", about 1 h 0 min"),
+        (36.0, 700.0, ", about 10 h 0 min and at most 7.00 kWh"),
+    ],
+)
+def test_time_and_energy_are_told_where_they_are_known(step_s, watts, told):
+    assert train.time_and_energy(1000, step_s, watts) == told
+
+
+def test_memory_is_told_before_the_first_step(tmp_path, capfd):
+    """All of it is the host's where there is no device."""
+    assert trained(tmp_path, "train.steps=6", "machine.host_bytes=8000000000") == 0
+    assert " of 8.0 GB on the host\n" in capfd.readouterr().out
+    plan = {"host": {"a": 10**9, "b": 10**9}, "device": {"c": 5 * 10**8}}
+    told = train.memory_use(plan, {"host_bytes": 4 * 10**9, "device_bytes": 10**9})
+    assert told == "2.00 of 4.0 GB on the host, 0.50 of 1.0 GB on the device"
+
+
 def test_a_run_without_a_usable_state_is_not_begun_anew(ended, tmp_path, capfd):
     folder = copied(ended, tmp_path / "run")
     for path in folder.glob("states/*/position.json"):
