@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,6 +27,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 
 from sweeps import auto, tuner
+from sweeps.cluster import Submission, fields_of, kind_of
 from sweeps.config import Cell, cell_from
 from sweeps.errors import parse
 from sweeps.text import stream_of
@@ -39,6 +40,8 @@ MANY_CELLS = 100
 """Sweeps of more cells say that they are being composed."""
 OURS = ("hydra.mode", "hydra.sweeper.params", "hydra.sweeper.max_batch_size")
 """Settings of Hydra that a sweep here follows; with any other one Hydra runs the cells."""
+LAUNCHER = ("hydra/launcher=", "hydra.launcher.")
+"""How an override begins that says where a command runs, and not what."""
 SWITCHES = (
     ("--help", "-h"),
     ("--hydra-help",),
@@ -72,6 +75,8 @@ class Command:
     """The search asked for; its one cell is where it starts."""
     system: str = ""
     """The file of conf/system that the search starts from."""
+    submission: Submission | None = None
+    """The job that the command is to be, where a cluster's launcher is asked for."""
 
 
 def command_of(argv: Sequence[str]) -> Command:
@@ -96,6 +101,8 @@ def _composed(args: argparse.Namespace, argv: list[str]) -> Command:
     parsed = parse(args.overrides)
     fixed = [item.input_line for item in parsed if not item.is_sweep_override()]
     base = compose(name, [*fixed, *extra], return_hydra_config=True)
+    if kind := kind_of(base.hydra.launcher):
+        return _submitted(kind, base, args, argv)
     by_hydra = any(_is_hydra_s(item.key_or_group) for item in parsed)
     if not args.multirun and base.hydra.mode != RunMode.MULTIRUN:
         swept = len(fixed) < len(parsed)  # which composing refuses
@@ -122,6 +129,24 @@ def _composed(args: argparse.Namespace, argv: list[str]) -> Command:
     overrides, argv = _in_order(base.hydra.sweeper, args.overrides, argv)
     cells = _swept(name, overrides, extra, base)
     return Command(cells=cells, argv=argv, by_hydra=by_hydra or not own_launcher)
+
+
+def _submitted(kind: str, base: DictConfig, args: argparse.Namespace, argv: list[str]) -> Command:
+    """The same command as a job, its cells checked here already."""
+    launcher = fields_of(base.hydra.launcher, base.machine.host_bytes)
+    args.overrides = [item for item in args.overrides if not item.lstrip("+").startswith(LAUNCHER)]
+    argv = [item for item in argv if not item.lstrip("+").startswith(LAUNCHER)]
+    command = _composed(args, argv)
+    submission = Submission(
+        kind=kind,
+        launcher=launcher,
+        argv=argv,
+        num_cells=len(command.cells),
+        rows=list(dict.fromkeys(cell.rows_path for cell in command.cells)),
+    )
+    if base.get("time_limit_s") is None and command.cells:
+        argv.append(f"time_limit_s={submission.limit_s:.0f}")
+    return replace(command, submission=submission)
 
 
 def compose_cell(cfg: DictConfig) -> Cell:

@@ -77,6 +77,11 @@ def _missing_option(missing: str, options: Sequence[str]) -> str:
     if not group:
         return f"--config-name: got {got!r}, allowed config; leave it out"
     allowed = ", ".join(sorted(options)) or "none (there is no such group)"
+    if group == "hydra/launcher" and got.startswith("submitit"):
+        return (
+            f"{group}: got {got!r}, which is not installed, allowed {allowed}; pip install "
+            "'megatrain-bench[cluster]'"
+        )
     return f"{group or 'config'}: got {got!r}, allowed {allowed}; choose one of these"
 
 

@@ -29,6 +29,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from sweeps import auto
+from sweeps.cluster import Submission
 from sweeps.command import command_of, compose_cell, left_out
 from sweeps.command_line import mend_streams
 from sweeps.errors import USER_ERRORS, one_line, overrides_in
@@ -69,6 +70,16 @@ def _job(cfg: DictConfig, session: Session) -> float:
             print(f"refused: {one_line(error)}", flush=True)
             return 0.0
         fail(error)  # SystemExit passes Hydra, which would run the other jobs before it raised this
+
+
+def _submit(submission: Submission) -> int:
+    job = submission.submit()
+    print(
+        f"job {job.job_id}: {submission.num_cells} cells, {submission.limit_s / 60:.0f} minutes a "
+        f"start; it says in {job.paths.stdout} what it does",
+        flush=True,
+    )
+    return 0
 
 
 def _full_error() -> bool:
@@ -125,6 +136,8 @@ def main(began: float | None = None) -> int:
     try:
         _require_report()
         command = command_of(sys.argv[1:])
+        if command.submission:
+            return _submit(command.submission)
         session.plan(command.cells)
         if command.by_hydra:
             if not command.tune or session.begin():

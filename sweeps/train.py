@@ -103,15 +103,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cell, train = compose_train(argv)
             start_anew(cell, argv)
             return _held(cell, train, began, stop)
-    except USER_ERRORS as error:
-        return _ended(2, one_line(error, overrides_in(argv)))
     except KeyboardInterrupt as interrupt:
-        code = STOPPED if interrupt.args else 130
-        return _ended(code, "stopped: nothing new was saved; the same command goes on")
+        return _interrupted(STOPPED if interrupt.args else 130)
     except Exception as error:
+        if stop.early:  # a library made something else of the interrupt
+            return _interrupted(STOPPED)
+        if isinstance(error, USER_ERRORS):
+            return _ended(2, one_line(error, overrides_in(argv)))
         status, reason = verdict(error)
         begun = "; the same command goes on from the last saved state" if stop.training else ""
         return _ended(1, f"{status}: {reason}{begun}")
+
+
+def _interrupted(code: int) -> int:
+    return _ended(code, "stopped: nothing new was saved; the same command goes on")
 
 
 def _ended(code: int, why: str) -> int:
@@ -127,6 +132,8 @@ class Stop:
 
     def __init__(self) -> None:
         self.training: Training | None = None
+        self.early = False
+        """Whether one came before there was anything to save."""
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
@@ -144,6 +151,7 @@ class Stop:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if self.training is None:
+            self.early = True
             raise KeyboardInterrupt(name)
         if self.training.stop:
             raise KeyboardInterrupt

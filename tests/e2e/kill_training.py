@@ -58,6 +58,8 @@ VARIED = {
 SPAN_S = (0.1, 2.5)
 """A kill comes within these seconds."""
 PATIENCE_S = 120.0
+TORN = "torn"
+"""Mark in a state that was torn; it goes with the state."""
 DISK = 64 << 20
 FAULTS = {
     "kill": 70,
@@ -112,7 +114,7 @@ class Loop:
         self.said = folder / "said"
         self.done = Counter[str]()
         self.newest = 0
-        """Step of the newest state that counted when it was last looked at."""
+        """Step of the newest whole state when it was last looked at."""
         self.ended = 0
         self.reference = self._undisturbed()
 
@@ -185,12 +187,14 @@ class Loop:
         if code == 0:
             self._finish()
 
-    def _states(self) -> list[Path]:
-        return sorted(path.parent for path in self.run.glob("states/step-*/state"))
+    def _whole(self) -> list[Path]:
+        """The states that count and were not torn, the oldest first."""
+        states = sorted(path.parent for path in self.run.glob("states/step-*/state"))
+        return [state for state in states if not (state / TORN).exists()]
 
     def _tear(self) -> None:
-        """Cut, change or remove a file of the newest state, where there is an older one."""
-        if len(states := self._states()) < 2:
+        """Cut, change or remove a file of the newest whole state, where there is an older one."""
+        if len(states := self._whole()) < 2:
             return
         every = [path for path in states[-1].rglob("*") if path.is_file()]
         path, how = self.random.choice(every), self.random.randrange(3)
@@ -202,6 +206,7 @@ class Loop:
         else:
             content[self.random.randrange(len(content))] ^= 1 << self.random.randrange(8)
             path.write_bytes(content)
+        (states[-1] / TORN).touch()
         self.newest = _step(states[-2])
 
     def _refused(self) -> None:
@@ -216,15 +221,14 @@ class Loop:
 
     def _look(self) -> None:
         """No state is lost, and the log up to the newest is what it is to be."""
-        states = self._states()
+        states = self._whole()
         newest = _step(states[-1]) if states else 0
         assert newest >= self.newest, f"the state of step {self.newest} was lost"
         self.newest = newest
         if states:
-            with contextlib.suppress(ValueError, KeyError, OSError):  # it was torn
-                position = json.loads((states[-1] / "position.json").read_text())
-                log = (self.run / "log.jsonl").read_bytes()[: position["log_bytes"]]
-                self._compare(log)
+            position = json.loads((states[-1] / "position.json").read_text())
+            log = (self.run / "log.jsonl").read_bytes()[: position["log_bytes"]]
+            assert self._compare(log), "the log lacks what came before the state"
 
     def _log(self) -> bytes:
         return (self.run / "log.jsonl").read_bytes()

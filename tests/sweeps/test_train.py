@@ -255,6 +255,21 @@ def test_a_signal_before_the_first_step_leaves_nothing(tmp_path, monkeypatch, ca
     assert "nothing new was saved" in capfd.readouterr().err
 
 
+def test_a_signal_that_a_library_swallows_is_still_one(tmp_path, monkeypatch, capfd):
+    """As OmegaConf's do when it comes while a config is composed."""
+
+    def interrupted(overrides: list[str]) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        except KeyboardInterrupt:
+            raise AttributeError from None
+
+    monkeypatch.setattr(train, "compose_train", interrupted)
+    assert trained(tmp_path) == train.STOPPED
+    assert "nothing new was saved" in capfd.readouterr().err
+
+
 def test_time_that_is_up_saves(tmp_path, capfd):
     given = ["train.steps=100000", "time_limit_s=4", "train.save_every=0"]
     assert trained(tmp_path, *given) == train.STOPPED
