@@ -1,9 +1,7 @@
-"""Thin notebooks: each .py here is a percent script; the .ipynb beside it is that script executed.
+"""Thin notebooks: the committed .ipynb is source and outputs in one.
 
 python -m analysis.notebooks          # execute all of them again
 """
-
-from typing import Any
 
 import pandas as pd
 from IPython.display import Image, Markdown, display
@@ -24,12 +22,7 @@ def picture(name: str) -> Image:
 
 def table(shown: pd.DataFrame) -> None:
     """A table of text."""
-    say(tables.markdown(shown))
-
-
-def say(text: Any) -> None:
-    """Markdown."""
-    display(Markdown(str(text)))
+    display(Markdown(tables.markdown(shown)))
 
 
 def tell(*, comparisons: bool) -> None:
@@ -37,5 +30,5 @@ def tell(*, comparisons: bool) -> None:
     for study, mine in studies.shown(LINES):
         if study.compares == comparisons:
             answer = answers.answer(study, mine).sentence
-            say(f"## {study.title}\n\n{study.question}\n\n{answer}")
+            display(Markdown(f"## {study.title}\n\n{study.question}\n\n{answer}"))
             table(tables.of(study, studies.leading(study, mine)))

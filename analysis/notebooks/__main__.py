@@ -1,4 +1,4 @@
-"""Execute every notebook: its script in a fresh kernel, the outputs written into the .ipynb.
+"""Execute every notebook in a fresh kernel, and write its outputs into it.
 
     python -m analysis.notebooks                  # all
     python -m analysis.notebooks throughput paper # some
@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jupytext
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
@@ -24,26 +23,14 @@ from sweeps.command_line import Parser
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
-NAMES = tuple(sorted(path.stem for path in FOLDER.glob("[!_]*.py")))
+NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.ipynb")))
 SOCKETS = Config(KernelManager={"transport": "ipc"})
 """A kernel is spoken to through files of this user, not through ports."""
 
 
-def notebook_of(name: str) -> nbformat.NotebookNode:
-    """The script as a notebook without outputs, its cells numbered."""
-    notebook = jupytext.read(FOLDER / f"{name}.py")
-    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    notebook.metadata = nbformat.from_dict(
-        {"kernelspec": kernel, "language_info": {"name": "python"}}
-    )
-    for number, cell in enumerate(notebook.cells):
-        cell |= {"id": f"cell-{number}", "metadata": {}}
-    return notebook
-
-
 def executed(name: str) -> nbformat.NotebookNode:
-    """The same with its outputs. CellExecutionError where a cell raises."""
-    notebook = notebook_of(name)
+    """The notebook with its outputs, cells numbered. CellExecutionError where a cell raises."""
+    notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["IPYTHONDIR"] = folder  # nothing of the user's profile, no history left in it
         known = filter(None, [os.environ.get("PYTHONPATH")])
@@ -51,9 +38,11 @@ def executed(name: str) -> nbformat.NotebookNode:
         options: Any = {"timeout": 120, "record_timing": False}
         place = {"metadata": {"path": str(ROOT)}}
         NotebookClient(notebook, config=SOCKETS, resources=place, **options).execute()
-    for cell in notebook.cells:
-        cell["metadata"] = {}
-    notebook.metadata["language_info"] = {"name": "python"}
+    for number, cell in enumerate(notebook.cells):
+        cell |= {"id": f"cell-{number}", "metadata": {}}
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    known_as = {"kernelspec": kernel, "language_info": {"name": "python"}}
+    notebook.metadata = nbformat.from_dict(known_as)
     return notebook
 
 
@@ -62,9 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m analysis.notebooks", description="Execute the notebooks again.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: {', '.join(NAMES)}")
     names = parser.parse_args(arguments).names or NAMES
-    unknown = ", ".join(sorted(set(names) - set(NAMES)))
-    if unknown:
-        remedy = "write analysis/notebooks/NAME.py"
+    if unknown := ", ".join(sorted(set(names) - set(NAMES))):
+        remedy = "make analysis/notebooks/NAME.ipynb"
         told = f"error: NAME: got {unknown}, allowed {', '.join(NAMES)}; {remedy}"
         print(told, file=sys.stderr)
         return 2
