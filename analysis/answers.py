@@ -1,10 +1,11 @@
 """The answer of a study: a sentence or two, and the few words of a figure's title."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 
-from analysis import names, numbers, speeds, studies, tables
+from analysis import names, speeds, studies, tables
+from analysis.speeds import Ratio
 from analysis.studies import Study
 from sweeps.agreement import ADAPTERS, REFERENCE
 
@@ -36,6 +37,13 @@ def answer(study: Study, lines: pd.DataFrame) -> Answer:
     return _losses(study, ready) if study.figure == "losses" else _settings(study, ready)
 
 
+def _known(found: Ratio, *, change: bool = False) -> str:
+    """A ratio as a sentence tells it: `1.75x (95% interval 1.59 to 1.93)`."""
+    if not change and not found.interval():
+        return f"{found.times} (too few windows for an interval)"
+    return found.told(change=change, about="95% interval ").replace("–", " to ")
+
+
 def _comparison(study: Study, ready: pd.DataFrame) -> Answer:
     ranked = ready[ready["system"] != REFERENCE]
     if not len(ranked):
@@ -44,55 +52,64 @@ def _comparison(study: Study, ready: pd.DataFrame) -> Answer:
     if base is None or base.name == best.name:
         speed = f"{best['tokens_per_s']:,.0f} tokens/s"
         return Answer(study.title, f"{names.name(best)} is the fastest, at {speed}.")
-    title, sentence = _faster(best, base)
-    rivals = ranked[numbers.rivals(ranked) & (ranked["family"] != best["family"])]
+    found, over = speeds.ratio(best, base), f"as fast as {names.name(base)}"
+    sentence = f"{names.name(best)} is {_known(found)} {over}."
+    rivals = ranked[speeds.rivals(ranked) & (ranked["family"] != best["family"])]
     if len(rivals) and (rival := speeds.fastest(rivals)).name != base.name:
-        sentence += (
-            f" Its strongest rival in this run is {names.name(rival)}: {_times(best, rival)}."
-        )
-    return Answer(title, sentence)
+        known = _known(speeds.ratio(best, rival))
+        sentence += f" Its strongest rival in this run is {names.name(rival)}: {known}."
+    return Answer(f"{names.name(best)} is {found.told()} {over}", sentence)
 
 
-def _faster(best: pd.Series, base: pd.Series, where: str = "") -> Answer:
-    eager = "eager " if not base["mode"] and where else ""
-    over = f"as fast as {eager}{names.name(base)}"
-    told = f"{names.name(best)} is {_times(best, base)} {over}."
-    title = f"{names.name(best)} is {speeds.ratio(best, base).short} {over}"
-    return Answer(f"{title} at {where}", f"At {where}, {told}") if where else Answer(title, told)
+def _over_zero3(study: Study, ready: pd.DataFrame) -> Answer | None:
+    """At the largest x where the engine and ZeRO-3 were both measured; None without one."""
+    for _, here in sorted(ready.groupby(study.x), reverse=True):
+        engine, base = here[speeds.engine(here)], here[here["family"] == "zero3"]
+        if len(engine) and len(base):
+            best, rival = speeds.fastest(engine), base.iloc[0]
+            found, at = speeds.ratio(best, rival), _at(study, best)
+            over = f"as fast as {'' if rival['mode'] else 'eager '}{names.name(rival)}"
+            told = f"{names.name(best)} is {_known(found)} {over}"
+            title = f"{names.name(best)} is {found.told()} {over} at {at}"
+            return Answer(title, f"At {at}, {told}.")
+    return None
 
 
-def _times(one: pd.Series, base: pd.Series) -> str:
-    found = speeds.ratio(one, base)
-    interval = found.interval(between=" to ")
-    known = f"95% interval {interval}" if interval else "too few windows for an interval"
-    return f"{found.times} ({known})"
+def _ends(study: Study, ready: pd.DataFrame) -> Answer:
+    """What the engine reaches at both ends of x: `fast` where it was measured."""
+    fast = ready[ready["family"] == "megatrain_fast"]
+    mine = tables.sort(study, fast if len(fast) > 1 else ready)
+    first, last = (
+        f"{names.name(one)} reaches {one['tokens_per_s']:,.0f} tokens/s at {_at(study, one)}"
+        for one in (mine.iloc[0], mine.iloc[-1])
+    )
+    again = last.removeprefix(f"{names.name(mine.iloc[0])} reaches ")  # one system is named once
+    sentence = first if first == last else f"{first} and {again}"
+    return Answer(sentence, f"{sentence}.")
 
 
-def _change(one: pd.Series, base: pd.Series) -> str:
-    found = speeds.ratio(one, base)
-    interval = found.interval(change=True)
-    return f"{found.change} (95% interval {interval})" if interval else found.change
+def _at(study: Study, line: pd.Series) -> str:
+    """`7.6B parameters`, `24 GB of device memory`, `64K tokens per sequence`."""
+    units = {"num_params": "parameters", "machine.device_bytes": "GB of device memory"}
+    path = str(study.x)
+    return f"{names.value(path, line[path])} {units.get(path, names.setting(path))}"
 
 
 def _effect(study: Study, ready: pd.DataFrame) -> Answer:
-    x, at = str(study.x), study.effect.get("at", {})
+    x, at, where = str(study.x), study.effect.get("at", {}), []
     for path, value in at.items():
-        ready = ready[studies.column(ready, path) == value]
-    old, new = (ready[studies.column(ready, x) == study.effect[end]] for end in ("from", "to"))
+        ready = ready[ready[path] == value]
+        where.append(f"{names.value(path, value)} {names.setting(path)}")
+    old, new = (ready[ready[x] == study.effect[end]] for end in ("from", "to"))
     if not len(old) or not len(new):
         told = "The two settings of the question were not both measured in this run."
         return Answer(study.title, told)
-    one, base = new.iloc[0], old.iloc[0]
-    where = " and ".join(
-        f"{names.value(path, value)} {names.setting(path)}" for path, value in at.items()
-    )
+    found = speeds.ratio(new.iloc[0], old.iloc[0])
     values = [names.value(x, study.effect[end]) for end in ("from", "to")]
     step = f"from {values[0]} to {values[1]} {names.setting(x)}"
-    return Answer(
-        f"{study.title}: {speeds.ratio(one, base).short_change} {step}",
-        f"Going {step}{f', with {where},' if where else ''} changes tokens/s by "
-        f"{_change(one, base)}.",
-    )
+    going = f"Going {step}, with {' and '.join(where)}," if where else f"Going {step}"
+    title = f"{study.title}: {found.told(change=True)} {step}"
+    return Answer(title, f"{going} changes tokens/s by {_known(found, change=True)}.")
 
 
 def _settings(study: Study, ready: pd.DataFrame) -> Answer:
@@ -102,76 +119,17 @@ def _settings(study: Study, ready: pd.DataFrame) -> Answer:
         return Answer(study.title, told)
     if study.x == "system.preset":
         first = tables.sort(study, ready).iloc[0]
-        over = f"the published algorithm ({place(study, first)})"
+        found, over = speeds.ratio(best, first), "the published algorithm"
         return Answer(
-            f"Every switch on: {speeds.ratio(best, first).short} the published algorithm",
-            f"With every switch on the engine is {_times(best, first)} as fast as {over}.",
+            f"Every switch on: {found.told()} {over}",
+            f"With every switch on the engine is {_known(found)} as fast as {over} "
+            f"({place(study, first)}).",
         )
-    between = "between the slowest and the fastest"
-    title = f"{study.title}: {speeds.ratio(best, worst).short} {between}"
-    ends = [place(study, one) for one in (best, worst)]
-    told = f"The fastest is {ends[0]}. The slowest is {ends[1]}: {_change(worst, best)}."
-    return Answer(title, told)
-
-
-def loss_gaps(lines: pd.DataFrame) -> list[list[float]]:
-    """Step by step, how far each line's losses lie from those of the first without a caveat."""
-    exact = lines[~lines["caveat"].map(lambda caveat: isinstance(caveat, str))]
-    reference = (exact if len(exact) else lines).iloc[0]["losses"]
-    return [[a - b for a, b in zip(mine, reference, strict=False)] for mine in lines["losses"]]
-
-
-def full(lines: pd.DataFrame) -> pd.Series:
-    """Which lines train every parameter."""
-    return ~lines["system"].isin(ADAPTERS)
-
-
-def master_gaps(lines: pd.DataFrame) -> list[tuple[str, pd.Series, list[float]]]:
-    """(master, line, its losses less the split master's, step by step) of the engine's others."""
-    engine = lines[numbers.engine(lines) & lines["losses"].map(bool)]
-    if not len(engine):
-        return []
-    engine = engine.assign(master=studies.column(engine, "system.master"))
-    split = engine[engine["master"] == "split"]
-    return [
-        (str(line["master"]), line, _less(line["losses"], split.iloc[0]["losses"]))
-        for _, line in engine[engine["master"] != "split"].iterrows()
-        if len(split)
-    ]
-
-
-def _less(losses: list[float], others: list[float]) -> list[float]:
-    return [one - other for one, other in zip(losses, others, strict=False)]
-
-
-def _quality(study: Study, lead: pd.DataFrame) -> Answer:
-    """How far the held-out losses of exact full training lie apart at the end, and what a bf16
-    master adds."""
-    known = lead[full(lead) & lead["heldout_loss"].notna()]
-    exact = known[~known["caveat"].map(lambda caveat: isinstance(caveat, str))]
-    if len(known) < 2 or not len(exact):
-        return Answer(study.title, "Fewer than two systems have a held-out loss, so none is known.")
-    ends, title, told = exact["heldout_loss"], study.title, ""
-    if len(exact) > 1:
-        apart = f"{ends.max() - ends.min():.2g}"
-        title = f"{len(exact)} systems end within {apart} nats of each other on held-out text"
-        told = f"{len(exact)} ways to train every parameter end within {apart} nats of each other. "
-    base = "their mean" if len(exact) > 1 else names.name(exact.iloc[0])
-    for _, line in known.drop(exact.index).iterrows():
-        gap = f"{line['heldout_loss'] - ends.mean():+.2g}"
-        told += f"{names.name(line)} ends {gap} nats from {base}. "
-        title = title if len(exact) > 1 else f"{names.name(line)}: {gap} nats on held-out text"
-    return Answer(title.replace("-", "−"), told.strip().replace("-", "−"))
-
-
-def _losses(study: Study, ready: pd.DataFrame) -> Answer:
-    """The speeds, and the largest gap of the losses at the end."""
-    gaps = loss_gaps(ready)
-    gap, at = max((abs(one[-1]), at) for at, one in enumerate(gaps))
-    far = tables.value(ready.iloc[at], str(study.x))
-    title = f"{study.title}: with {far} the loss is {gap:.2g} off after {len(gaps[at])} steps"
+    between = speeds.ratio(best, worst).told()
+    slower = _known(speeds.ratio(worst, best), change=True)
     return Answer(
-        title, f"{_settings(study, ready).sentence} {title.partition(': ')[2].capitalize()}."
+        f"{study.title}: {between} between the slowest and the fastest",
+        f"The fastest is {place(study, best)}. The slowest is {place(study, worst)}: {slower}.",
     )
 
 
@@ -188,34 +146,64 @@ def place(study: Study, line: pd.Series) -> str:
     return " with ".join(told)
 
 
-def _over_zero3(study: Study, ready: pd.DataFrame) -> Answer | None:
-    """At the largest x where the engine and ZeRO-3 were both measured; None without one."""
-    x = studies.column(ready, str(study.x))
-    for value in sorted(x.dropna().unique(), reverse=True):
-        here = ready[x == value]
-        engine, base = here[numbers.engine(here)], here[here["family"] == "zero3"]
-        if len(engine) and len(base):
-            best = speeds.fastest(engine)
-            return _faster(best, base.iloc[0], _at(study, best))
-    return None
+def exact(lines: pd.DataFrame) -> pd.Series:
+    """Which lines do all that the recipe asks."""
+    return ~lines["caveat"].map(lambda caveat: isinstance(caveat, str))
 
 
-def _ends(study: Study, ready: pd.DataFrame) -> Answer:
-    """What the engine reaches at both ends of x: `fast` where it was measured."""
-    fast = ready[ready["family"] == "megatrain_fast"]
-    mine = tables.sort(study, fast if len(fast) > 1 else ready)
-    told = []
-    for one in (mine.iloc[0], mine.iloc[-1]):
-        speed = f"{one['tokens_per_s']:,.0f} tokens/s at {_at(study, one)}"
-        told.append(f"{names.name(one)} reaches {speed}")
-    sentence = " and ".join(dict.fromkeys(told))
-    again = f" and {names.name(mine.iloc[0])} reaches"  # one system is named once
-    sentence = sentence.replace(again, " and")
-    return Answer(sentence, f"{sentence}.")
+def full(lines: pd.DataFrame) -> pd.Series:
+    """Which lines train every parameter."""
+    return ~lines["system"].isin(ADAPTERS)
 
 
-def _at(study: Study, line: pd.Series) -> str:
-    """`7.6B parameters`, `24 GB of device memory`, `64K tokens per sequence`."""
-    units = {"num_params": "parameters", "machine.device_bytes": "GB of device memory"}
-    path = str(study.x)
-    return f"{names.value(path, studies.value(line, path))} {units.get(path, names.setting(path))}"
+def less(losses: list[float], others: list[float]) -> list[float]:
+    """Step by step, how far the losses lie from others."""
+    return [one - other for one, other in zip(losses, others, strict=False)]
+
+
+def loss_gaps(lines: pd.DataFrame) -> list[list[float]]:
+    """How far each line's losses lie from those of the first without a caveat."""
+    same = lines[exact(lines)]
+    reference = (same if len(same) else lines).iloc[0]["losses"]
+    return [less(mine, reference) for mine in lines["losses"]]
+
+
+def master_gaps(lines: pd.DataFrame) -> list[tuple[str, Any, list[float]]]:
+    """(master, line, how far its losses lie from the split master's) of the engine's others."""
+    engine = lines[speeds.engine(lines) & lines["losses"].map(bool)]
+    is_split = engine.get("system.master", engine["system"]) == "split"
+    return [
+        (line["system.master"], line, less(line["losses"], engine[is_split].iloc[0]["losses"]))
+        for _, line in engine[~is_split].iterrows()
+        if is_split.any()
+    ]
+
+
+def _losses(study: Study, ready: pd.DataFrame) -> Answer:
+    """The speeds, and the largest gap of the losses at the end."""
+    gaps = loss_gaps(ready)
+    gap, at = max((abs(one[-1]), at) for at, one in enumerate(gaps))
+    far = tables.value(ready.iloc[at], str(study.x))
+    told = f"with {far} the loss is {gap:.2g} off after {len(gaps[at])} steps"
+    sentence = f"{_settings(study, ready).sentence} {told.capitalize()}."
+    return Answer(f"{study.title}: {told}", sentence)
+
+
+def _quality(study: Study, lead: pd.DataFrame) -> Answer:
+    """How far the held-out losses of exact full training lie apart at the end, and what a bf16
+    master adds."""
+    known = lead[full(lead) & lead["heldout_loss"].notna()]
+    same, others = known[exact(known)], known[~exact(known)]
+    if len(known) < 2 or not len(same):
+        return Answer(study.title, "Fewer than two systems have a held-out loss, so none is known.")
+    ends, title, told = same["heldout_loss"], study.title, []
+    if len(same) > 1:
+        apart = f"{ends.max() - ends.min():.2g} nats of each other"
+        title = f"{len(same)} systems end within {apart} on held-out text"
+        told = [f"{len(same)} ways to train every parameter end within {apart}."]
+    base = "their mean" if len(same) > 1 else names.name(same.iloc[0])
+    for _, line in others.iterrows():
+        gap = f"{line['heldout_loss'] - ends.mean():+.2g}"
+        told.append(f"{names.name(line)} ends {gap} nats from {base}.")
+        title = title if len(same) > 1 else f"{names.name(line)}: {gap} nats on held-out text"
+    return Answer(title.replace("-", "−"), " ".join(told).replace("-", "−"))

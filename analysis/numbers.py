@@ -15,8 +15,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import names, rows, speeds, studies
-from sweeps.agreement import REFERENCE
+from analysis import names, speeds, studies
 
 MARKER = re.compile(r"<!--\{([a-z_]+):([^}]*)\}-->(.*?)<!--/-->", re.DOTALL)
 ALIASES = {"published": "published_megatrain"} | {
@@ -27,29 +26,22 @@ ALIASES = {"published": "published_megatrain"} | {
 """`fast`, `paper`, `twinflow`: a family less the name of its system."""
 
 
-def engine(lines: pd.DataFrame) -> pd.Series:
-    """Which lines are this repository's engine."""
-    return lines["family"].str.startswith("megatrain")
-
-
-def rivals(lines: pd.DataFrame) -> pd.Series:
-    """Which lines are another way to train, whose speed may be compared."""
-    others = ~engine(lines) & ~lines["system"].isin([REFERENCE, "published_megatrain"])
-    return others & speeds.comparable(lines)
-
-
 def line(lines: pd.DataFrame, selector: str) -> Any:
     """The fastest line that the selector fits. Raises ValueError, one line, where none does."""
     name, _, wanted = selector.partition("?")
     family, _, mode = name.partition(".")
-    fits = rivals(lines) if family == "rival" else lines["family"] == ALIASES.get(family, family)
+    fits = (
+        speeds.rivals(lines)
+        if family == "rival"
+        else lines["family"] == ALIASES.get(family, family)
+    )
     if mode:
         fits &= lines["mode"].map(lambda one: set(one.split()) == set(mode.split("+")))
     for item in filter(None, wanted.split(",")):
         key, _, value = item.partition("=")
-        paths = [*studies.SHAPES, *rows.settings(lines).columns]
+        paths = [one for one in map(str, lines) if one in studies.SHAPES or "." in one]
         path = next((one for one in reversed(paths) if one.rpartition(".")[2] == key), None)
-        fits &= False if path is None else studies.column(lines, path).map(str) == value
+        fits &= False if path is None else lines[path].map(str) == value
     found = lines[fits & lines["tokens_per_s"].notna()]
     agreeing = found[speeds.comparable(found)]
     found = agreeing if len(agreeing) else found  # what differs is labelled, and never preferred
@@ -135,7 +127,7 @@ def _runs(lines: pd.DataFrame, selectors: list[str]) -> str:
 def _end(lines: pd.DataFrame, which: str) -> str:
     """The least or the largest x that was measured: `512K`."""
     x = str(studies.of_rows(lines.iloc[0]["study"], lines).x)
-    found = studies.column(lines[lines["tokens_per_s"].notna()], x).dropna()
+    found = lines[lines["tokens_per_s"].notna()][x].dropna()
     return names.value(x, int(found.agg(which)))
 
 

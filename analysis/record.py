@@ -35,7 +35,7 @@ def load(results: Path = RESULTS) -> pd.DataFrame:
         for cell, origin in cells.items()
     ]
     found = studies.assigned(pd.concat([found, *copies], ignore_index=True))
-    old = [(study.name, run) for study in studies.all_studies() for run in study.superseded]
+    old = [(study.name, run) for study in studies.listed().values() for run in study.superseded]
     return found.assign(superseded=found.set_index(["study", "run"]).index.isin(old))
 
 
@@ -58,7 +58,7 @@ def add(sources: Iterable[Path], results: Path = RESULTS) -> list[str]:
 
     Raises ValueError, one line, and files nothing.
     """
-    found = rows.every_row(*sources)
+    found = studies.assigned(rows.every_row(*sources))
     _refuse(found)
     filed: dict[tuple[str, ...], str] = {}
     if any(results.rglob("*.jsonl")):
@@ -73,7 +73,7 @@ def add(sources: Iterable[Path], results: Path = RESULTS) -> list[str]:
     text = {source: _lines(source) for source in found["source"].unique()}
     copied = found["experiment"] != [config.get("experiment") for config in found["config"]]
     for _, row in pd.concat([found[~copied], found[copied]]).iterrows():
-        place = f"{studies.study_of(row['experiment'])}/{row['run']}"
+        place = f"{row['study']}/{row['run']}"
         key = (row["cell"], row["started_at"])
         if key not in filed:
             new[place].append(text[row["source"]][row["position"]])

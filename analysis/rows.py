@@ -1,8 +1,10 @@
 """Rows, from JSONL or from W&B -> one tidy frame, a line a measurement.
 
-Invariant: nothing is invented and nothing is edited. A null in a row is a null in the frame; what
-is derived is derived here; the frame is the same whichever way its rows came. A run is what one
-boot of one machine measured for one study; two runs stand side by side.
+Columns are the row's own fields, what is derived from them, and every field of its config by its
+dotted path (`system.depth`), None where the row has none. Invariant: nothing is invented and
+nothing is edited. A null in a row is a null in the frame; what is derived is derived here; the
+frame is the same whichever way its rows came. A run is what one boot of one machine measured for
+one study; two runs stand side by side.
 """
 
 import dataclasses
@@ -106,7 +108,10 @@ def _framed(tagged: list[Tagged]) -> pd.DataFrame:
     found = found.drop(columns="latest").reset_index(drop=True)
     found["run"] = _run_names(found)
     found["num_params"] = found.groupby("model_key")["num_params"].transform("first")
-    return found
+    configs = [dict(flat(in_force(config))) for config in found["config"]]
+    paths = dict.fromkeys(path for one in configs for path in one if path not in found)
+    settings = [{path: one.get(path) for path in paths} for one in configs]
+    return found.join(pd.DataFrame(settings, index=found.index, dtype=object))
 
 
 def _record(item: Tagged, together: Sequence[Row]) -> dict[str, Any]:
@@ -124,6 +129,7 @@ def _record(item: Tagged, together: Sequence[Row]) -> dict[str, Any]:
         "source": item.source,
         "position": item.position,
         "configuration": configuration(row.config) if measure else row.cell,
+        "system.preset": row.preset,
         "family": family,
         "mode": mode,
         "fallback": bool(row.config.get("system", {}).get(FALLBACK)),
@@ -157,14 +163,6 @@ def machine_name(machine: Mapping[str, Any]) -> str:
     gpu = str(machine.get("gpu") or "cpu").split()[-1].lower()
     count = machine.get("num_gpus") or 1
     return f"{gpu}{f'x{count}' if count > 1 else ''}-{machine.get('num_cores') or '?'}c"
-
-
-def settings(found: pd.DataFrame, *paths: str) -> pd.DataFrame:
-    """Columns of the rows' configs by dotted path (system.depth); null where a row has none."""
-    flats = [dict(flat(in_force(config))) for config in found["config"]]
-    wanted = paths or tuple(dict.fromkeys(key for one in flats for key in one))
-    cells = [[one.get(path) for path in wanted] for one in flats]
-    return pd.DataFrame(cells, columns=list(wanted), index=found.index)
 
 
 def family_and_mode(row: Row) -> tuple[str, str]:

@@ -16,24 +16,24 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from sweeps.agreement import ADAPTERS
+from sweeps.agreement import ADAPTERS, REFERENCE
 
 LEVEL = 0.95
 MIN_SAMPLES = 3
 LINE = ["study", "run", "configuration", "family", "mode"]
 """What the repeats of one measurement share."""
-LARGEST = ("device_gb", "host_gb", "max_loss_difference")
-MEAN = ("tflops_6p", "tflops_6p_causal", "tflops_paper", "mfu")
+LARGEST = ["device_gb", "host_gb", "max_loss_difference"]
+MEAN = ["tflops_6p", "tflops_6p_causal", "tflops_paper", "mfu"]
 """Columns of which repeats give the largest, and the harmonic mean; of the others the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """How many times as fast one line is as another; lo and hi are None without an interval."""
+    """How many times as fast one line is as another; lo and hi are NaN without an interval."""
 
     value: float
-    lo: float | None
-    hi: float | None
+    lo: float
+    hi: float
 
     @property
     def times(self) -> str:
@@ -45,24 +45,18 @@ class Ratio:
         """`+9.8%`."""
         return percent(self.value - 1)
 
-    @property
-    def short(self) -> str:
-        """`1.75x (1.59–1.93)`, as a title has room for."""
-        return f"{self.times} ({self.interval()})" if self.lo is not None else self.times
-
-    @property
-    def short_change(self) -> str:
-        """`+9.8% (+8.1% to +11.5%)`."""
-        interval = self.interval(change=True)
-        return f"{self.change} ({interval})" if interval else self.change
-
-    def interval(self, *, between: str = "–", change: bool = False) -> str:
+    def interval(self, *, change: bool = False) -> str:
         """`1.59–1.93`, or as changes `−3.0% to +9.1%`; nothing where there is none."""
-        if self.lo is None or self.hi is None:
+        if pd.isna(self.lo):
             return ""
         if change:
             return f"{percent(self.lo - 1)} to {percent(self.hi - 1)}"
-        return f"{self.lo:.2f}{between}{self.hi:.2f}"
+        return f"{self.lo:.2f}–{self.hi:.2f}"
+
+    def told(self, *, change: bool = False, about: str = "") -> str:
+        """`1.75x (1.59–1.93)` or `+9.8% (+8.1% to +11.5%)`; in brackets `about` comes first."""
+        head, interval = self.change if change else self.times, self.interval(change=change)
+        return f"{head} ({about}{interval})" if interval else head
 
 
 def percent(change: float) -> str:
@@ -73,85 +67,63 @@ def percent(change: float) -> str:
 
 def lines(frame: pd.DataFrame) -> pd.DataFrame:
     """One line a configuration and run: tokens_per_s with lo, hi, error (of its log), degrees."""
-    return pd.DataFrame(
-        [_line(key, part) for key, part in frame.groupby(LINE, sort=False, dropna=False)]
-    )
+    parts = [part for _, part in frame.groupby(LINE, sort=False, dropna=False)]
+    pooled = pd.DataFrame([_pooled(part) for part in parts])
+    first = frame.loc[pooled.pop("first")].reset_index(drop=True)
+    return first.drop(columns=list(pooled), errors="ignore").join(pooled)
 
 
-def _line(key: Any, repeats: pd.DataFrame) -> dict[str, Any]:
+def _pooled(repeats: pd.DataFrame) -> dict[str, Any]:
+    """What the repeats of one line say together, and the place of the first that was measured."""
     measured = repeats[(repeats["status"] == "ok") & repeats["tokens_per_s"].notna()]
     told = measured if len(measured) else repeats.tail(1)
-    line: dict[Any, Any] = told.iloc[0].to_dict() | dict(zip(LINE, key, strict=True))
-    line |= {name: told[name].max() for name in LARGEST} | {
-        name: _mean(told[name]) for name in MEAN
-    }
-    line |= speed(list(measured["tokens_per_s"]), list(measured["step_s"]))
     agreeing = told["agrees"].dropna()
-    return line | {
+    return {
+        "first": told.index[0],
         "agrees": bool(agreeing.all()) if len(agreeing) else None,
         "joules_per_token": told["joules_per_token"].mean(),  # of equal work
         "num_repeats": len(measured),
         "num_failed": len(repeats) - len(measured),
+        **told[LARGEST].max(),
+        **1 / (1 / told[MEAN].astype(float)).mean(),  # all work over all seconds
+        **speed(list(measured["tokens_per_s"]), list(measured["step_s"])),
         "step_s": [second for windows in told["step_s"] for second in windows],
     }
 
 
-def _mean(numbers: pd.Series) -> float | None:
-    """The harmonic mean of repeats of equal work: all work over all seconds."""
-    known = [float(value) for value in numbers.dropna()]
-    return float(stats.hmean(known)) if known else None
-
-
 def speed(tokens_per_s: list[float], windows: list[list[float]]) -> dict[str, Any]:
-    """Tokens/s of one configuration, from its repeats' and the step_s of their windows."""
-    if not tokens_per_s:
-        return estimate(None, None, 0, 0)
-    value = float(stats.hmean(tokens_per_s))
-    samples = len(windows) if len(windows) > 1 else len(windows[0])
-    if samples < MIN_SAMPLES:
-        return estimate(value, None, 0, samples)
+    """Tokens/s of one configuration with its 95% t interval, from its repeats' and the step_s of
+    their windows; NaN for what is not known."""
+    value = float(stats.hmean(tokens_per_s)) if tokens_per_s else np.nan
+    samples = len(windows) if len(windows) != 1 else len(windows[0])
     logs = [np.log(seconds) for seconds in windows]
-    if len(logs) == 1:
-        error = float(stats.sem(logs[0]))
-    else:
-        error = _over_repeats([one.mean() for one in logs], [one.var() / len(one) for one in logs])
-    return estimate(value, error, samples - 1, samples)
+    if samples < MIN_SAMPLES:
+        error, degrees = np.nan, 0
+    elif len(logs) == 1:
+        error, degrees = float(stats.sem(logs[0])), samples - 1
+    else:  # the spread of the repeats, and that of their windows
+        squared = np.var([one.mean() for one in logs])
+        squared += np.mean([one.var() / len(one) for one in logs])
+        error, degrees = float(np.sqrt(squared / (samples - 1))), samples - 1
+    factor = _factor(error, degrees)
+    known = {"tokens_per_s": value, "lo": value / factor, "hi": value * factor}
+    return known | {"error": error, "degrees": degrees, "num_samples": samples}
 
 
-def _over_repeats(means: list[float], squared_errors: list[float]) -> float:
-    """Standard error of the mean over repeats: their spread and that of their windows."""
-    return float(np.sqrt((np.var(means) + np.mean(squared_errors)) / (len(means) - 1)))
-
-
-def estimate(
-    value: float | None, error: float | None, degrees: int, samples: int
-) -> dict[str, Any]:
-    """A value with its 95% t interval; lo and hi are None without an error."""
-    found = {
-        "tokens_per_s": value,
-        "lo": None,
-        "hi": None,
-        "error": error,
-        "degrees": degrees,
-        "num_samples": samples,
-    }
-    if value is None or error is None:
-        return found
-    factor = float(np.exp(stats.t.ppf((1 + LEVEL) / 2, degrees) * error))
-    return found | {"lo": value / factor, "hi": value * factor}
+def _factor(error: float, degrees: float) -> float:
+    """By how much a value with this standard error of its logarithm may be off; NaN for none."""
+    return float(np.exp(stats.t.ppf((1 + LEVEL) / 2, degrees) * error))
 
 
 def ratio(first: Any, base: Any) -> Ratio:
     """How many times as fast the first line is as `base`, with Welch's interval."""
     value = first["tokens_per_s"] / base["tokens_per_s"]
-    errors = first["error"], base["error"]
-    if pd.isna(errors[0]) or pd.isna(errors[1]):
-        return Ratio(value=value, lo=None, hi=None)
-    squared = errors[0] ** 2, errors[1] ** 2
-    spread = squared[0] ** 2 / first["degrees"] + squared[1] ** 2 / base["degrees"]
-    degrees = max(1, int(sum(squared) ** 2 / spread)) if spread > 0 else 1
-    found = estimate(value, float(np.sqrt(sum(squared))), degrees, 0)
-    return Ratio(value=value, lo=found["lo"], hi=found["hi"])
+    squared = np.array([first["error"], base["error"]], float) ** 2
+    with np.errstate(invalid="ignore"):  # neither varies
+        spread = (squared**2 / [first["degrees"], base["degrees"]]).sum()
+        degrees = np.fmax(1, np.floor(squared.sum() ** 2 / spread))
+    factor = _factor(np.sqrt(squared.sum()), degrees)
+    return Ratio(value=value, lo=value / factor, hi=value * factor)
 
 
 def comparable(found: pd.DataFrame) -> pd.Series:
@@ -160,6 +132,17 @@ def comparable(found: pd.DataFrame) -> pd.Series:
     differs = found["agrees"].eq(False) & found["system"].ne("in_memory")
     same = ~differs & ~found["fallback"] & ~found["system"].isin(ADAPTERS)
     return found["tokens_per_s"].notna() & same
+
+
+def engine(found: pd.DataFrame) -> pd.Series:
+    """Which lines are this repository's engine."""
+    return found["family"].str.startswith("megatrain")
+
+
+def rivals(found: pd.DataFrame) -> pd.Series:
+    """Which lines are another way to train, whose speed may be compared."""
+    others = ~engine(found) & ~found["system"].isin([REFERENCE, "published_megatrain"])
+    return others & comparable(found)
 
 
 def fastest(found: pd.DataFrame) -> Any:

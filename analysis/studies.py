@@ -1,6 +1,6 @@
 """What each study asks and how it is shown: from studies.yaml, or inferred from its rows."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -9,17 +9,15 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from analysis import rows
-
 PATH = Path(__file__).with_name("studies.yaml")
 FIGURES = ("comparison", "lines", "bars", "losses", "quality", "none")
 SHAPES = ("num_params", "batch_size", "seq_len")
-"""Columns of the frame that x and hue may name beside config paths and `system`."""
-
-CHOSEN = ("system.", "process.", "recipe.")
-"""Groups of the config that say how a cell was run."""
+AXES = (*SHAPES, "system", "seed")
+"""Columns of the frame that x and hue may name beside config paths."""
+CHOSEN = r"^(system|process|recipe)\.|^machine\.device_bytes"
+"""Fields of the config that say how a cell was run."""
 UNTOLD = ("system.name", "system.preset", "process.timeout_s", "recipe.total_steps")
-"""Fields of these that tell nothing apart."""
+"""Those that tell nothing apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +27,7 @@ class Study:
     name: str
     title: str
     question: str = ""
-    experiments: tuple[str, ...] = ()
+    experiments: Sequence[str] = ()
     x: str | None = None
     hue: str | None = None
     value: str = "tokens_per_s"
@@ -38,9 +36,9 @@ class Study:
     base: str | None = None
     command: str = ""
     lead: str | None = None
-    beside: tuple[str, ...] = ()
+    beside: Sequence[str] = ()
     paper: str | None = None
-    superseded: tuple[str, ...] = ()
+    superseded: Sequence[str] = ()
 
     @property
     def compares(self) -> bool:
@@ -56,44 +54,32 @@ class Study:
 @cache
 def listed(path: Path = PATH) -> dict[str, Study]:
     """The studies of the file by name. Raises ValueError, one line, for an entry that is none."""
+    known = sorted(set(Study.__dataclass_fields__) - {"name"})
     found = {}
-    known = sorted({item for item in Study.__dataclass_fields__ if item != "name"})
     for name, entry in (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).items():
-        for key in sorted(set(entry) - set(known)):
-            allowed = ", ".join(known)
-            raise ValueError(f"{path.name}: {name}.{key}: got it, allowed {allowed}; leave it out")
-        if (figure := entry.get("figure", "comparison")) not in FIGURES:
-            allowed = ", ".join(FIGURES)
-            raise ValueError(
-                f"{path.name}: {name}.figure: got {figure!r}, allowed {allowed}; choose one"
-            )
-        experiments = tuple(entry.get("experiments", (name,)))
-        superseded = tuple(entry.get("superseded", ()))
-        given = entry | {"experiments": experiments, "superseded": superseded}
-        found[name] = Study(name=name, **given)
+        figure = entry.get("figure", "comparison")
+        bad: list[tuple[str, str, Sequence[str]]] = [
+            (key, "it", known) for key in sorted(set(entry) - set(known))
+        ]
+        bad += [("figure", repr(figure), FIGURES)] if figure not in FIGURES else []
+        for key, got, allowed in bad:
+            told = f"got {got}, allowed {', '.join(allowed)}; choose one"
+            raise ValueError(f"{path.name}: {name}.{key}: {told}")
+        found[name] = Study(name=name, **{"experiments": [name]} | entry)
     return found
 
 
-def all_studies() -> list[Study]:
-    """Those of studies.yaml, in its order."""
-    return list(listed().values())
-
-
-def study_of(experiment: str) -> str:
-    """The study that an experiment's rows belong to: itself, where no other names it."""
-    return next((one.name for one in all_studies() if experiment in one.experiments), experiment)
-
-
 def assigned(found: pd.DataFrame) -> pd.DataFrame:
-    """The frame with the `study` of every row."""
-    return found.assign(study=found["experiment"].map(study_of))
+    """The frame with the `study` of every row: its experiment, where no other names it."""
+    owners = {name: one.name for one in listed().values() for name in one.experiments}
+    return found.assign(study=found["experiment"].replace(owners))
 
 
 def shown(lines: pd.DataFrame) -> Iterator[tuple[Study, pd.DataFrame]]:
     """Each study with its lines, less what a later run supersedes; the listed ones first."""
     current = lines[~lines["superseded"]]
     names = list(current["study"].unique())
-    known = [one.name for one in all_studies() if one.name in names]
+    known = [name for name in listed() if name in names]
     for name in [*known, *sorted(set(names) - set(known))]:
         mine = current[current["study"] == name]
         yield of_rows(name, mine), mine
@@ -126,26 +112,23 @@ def of_rows(
     x, hue: what the caller wants instead. Raises ValueError, one line, for a path that no row has.
     """
     known = listed().get(name) or Study(name=name, title=name.replace("_", " ").capitalize())
-    listed_axes = {f"{PATH.name}: {name}.x": known.x, f"{PATH.name}: {name}.hue": known.hue}
-    axes = {"--x": x, "--hue": hue} if x or hue else listed_axes
-    paths = {*SHAPES, "system", "system.preset", *rows.settings(found).columns}
-    for place, path in axes.items():
-        if path and path not in paths:
-            allowed = ", ".join(differing(found)) or "nothing, for the rows differ in nothing"
-            raise ValueError(f"{place}: got {path!r}, allowed {allowed}; choose one")
-    if name in listed() and axes is listed_axes:
-        return known
+    ours = {f"{PATH.name}: {name}.x": known.x, f"{PATH.name}: {name}.hue": known.hue}
     varied = differing(found)
-    first = x or next(iter(varied), None)
-    if first is None:
+    for place, path in ({"--x": x, "--hue": hue} if x or hue else ours).items():
+        if path and not (path in found and (path in AXES or "." in path)):
+            allowed = ", ".join(varied) or "nothing, for the rows differ in nothing"
+            raise ValueError(f"{place}: got {path!r}, allowed {allowed}; choose one")
+    if name in listed() and not (x or hue):
+        return known
+    x = x or next(iter(varied), None)
+    if x is None:
         return known
     rest = ["system"] if found["family"].nunique() > 1 else varied
-    second = hue or next((path for path in rest if path != first), None)
-    values = column(found, first)
-    numeric = pd.to_numeric(values, errors="coerce").notna().all()
-    figure = "lines" if numeric and values.nunique() > 2 else "bars"
-    second = second if second != first else None
-    return replace(known, x=first, hue=second, figure=figure, effect={}, value="tokens_per_s")
+    hue = hue or next((path for path in rest if path != x), None)
+    numeric = pd.to_numeric(found[x], errors="coerce").notna().all()
+    figure = "lines" if numeric and found[x].nunique() > 2 else "bars"
+    hue = hue if hue != x else None
+    return replace(known, x=x, hue=hue, figure=figure, effect={}, value="tokens_per_s")
 
 
 def differing(found: pd.DataFrame) -> list[str]:
@@ -154,30 +137,10 @@ def differing(found: pd.DataFrame) -> list[str]:
     Config paths in which rows of one family differ, and shapes in which any do.
     """
     shapes = [name for name in SHAPES if found[name].nunique(dropna=False) > 1]
-    known = rows.settings(found).map(repr)
-    paths = list(map(str, known))
-    inner = [
-        path
-        for path in paths
-        if path.startswith((*CHOSEN, "machine.device_bytes"))
-        and path not in UNTOLD
-        and known[path].groupby(found["family"]).nunique().gt(1).any()
-    ]
+    told = found.drop(columns=[*UNTOLD], errors="ignore").filter(regex=CHOSEN).map(repr)
+    inner = list(told.columns[told.groupby(found["family"]).nunique().gt(1).any()])
     if found["model"].nunique() > 1:
         return [*inner, *shapes]
-    parts = [
-        path for path in paths if path.startswith("model.config.") and known[path].nunique() > 1
-    ]
+    model = found.filter(regex=r"^model\.config\.").map(repr).nunique()
+    parts = list(model.index[model > 1])
     return [*inner, *parts, *(one for one in shapes if one != "num_params" or not parts)]
-
-
-def column(found: pd.DataFrame, path: str) -> pd.Series:
-    """The values of a column, a config path, or `system`, which is the family with its mode."""
-    if path == "system":
-        return (found["family"] + " " + found["mode"]).str.strip()
-    return found[path] if path in found else rows.settings(found, path)[path]
-
-
-def value(line: pd.Series, path: str) -> Any:
-    """What one line has in that column."""
-    return column(line.to_frame().T, path).iloc[0]

@@ -4,13 +4,13 @@ Invariant: a faster line with other numerics is labelled and stands below what i
 not measured says why.
 """
 
-import itertools
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pandas as pd
 
-from analysis import names, numbers, rows, speeds, studies
+from analysis import names, speeds, studies
 from analysis.studies import Study
 from sweeps.agreement import ADAPTERS, REFERENCE, STAND_IN
 
@@ -38,111 +38,151 @@ def of(study: Study, lines: pd.DataFrame, *, energy: bool = False) -> pd.DataFra
     shown = comparison(study, lines) if study.compares else axes(study, lines)
     if not energy:
         return shown
-    told = pd.DataFrame([_energy(line) for _, line in lines.iterrows()], index=lines.index)
-    return shown.join(told[[name for name in told if (told[name] != NONE).any()]])
-
-
-def _energy(line: pd.Series) -> dict[str, str]:
-    joules, mhz = line["joules_per_token"], line["sm_mhz"]
-    return {
-        "J/token": _known(joules, "#.3g"),
-        "GHz": _known(mhz / 1e3, ".2f"),
-        "held down by": names.throttled(line["throttle_reasons"]) or NONE,
-    }
+    held = lines["throttle_reasons"].map(names.throttled).replace("", NONE)
+    told = {"GHz": _text(lines["sm_mhz"] / 1e3, ".2f"), "held down by": held}
+    told = {"J/token": _text(lines["joules_per_token"], "#.3g")} | told
+    return shown.join(pd.DataFrame({name: one for name, one in told.items() if any(one != NONE)}))
 
 
 def comparison(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
     """The systems of one run: fastest first, then what differs, then what was not measured."""
-    base = base_of(study, lines)
     group = lines["tokens_per_s"].isna() * 2 + ~speeds.comparable(lines)
-    ranked = lines.assign(group=group, speed=-lines["tokens_per_s"].fillna(0.0))
+    ranked = lines.assign(group=group, speed=-lines["tokens_per_s"])
     ranked = ranked.sort_values(["group", "speed"], kind="stable")
+    base, found = base_of(study, lines), ratios(study, ranked)
     over = "ratio" if base is None else f"vs {names.short_name(base, lines)}"
-    told = []
-    for label, (_, line) in zip(labels(ranked), ranked.iterrows(), strict=True):
-        ratio = {over: NONE, "95% interval": NONE}
-        if base is not None and line.name == base.name:
-            ratio[over] = "1.00x"
-        elif base is not None and not pd.isna(line["tokens_per_s"]):
-            found = speeds.ratio(line, base)
-            ratio = {over: found.times, "95% interval": found.interval() or "no interval"}
-        told.append(
-            {"system": label} | _speed(line) | ratio | _memory(line) | {"losses": losses(line)}
-        )
-    return pd.DataFrame(told, index=ranked.index)
+    times = found.map(lambda one: one.times, na_action="ignore")
+    if base is not None:
+        times[base.name] = "1.00x"
+    shown = {
+        "system": labels(ranked),
+        "tokens/s": _speed(ranked),
+        over: times,
+        "95% interval": found.map(lambda one: one.interval() or "no interval", na_action="ignore"),
+        **_memory(ranked),
+        "losses": ranked.apply(losses, axis=1),
+    }
+    return pd.DataFrame(shown).fillna(NONE)
 
 
 def quality(lines: pd.DataFrame) -> pd.DataFrame:
-    """What each system of one run learnt, and what that cost over LoRA. Adapters come last, for
-    they train another function."""
+    """What each system learnt, and at what speed; what trains another function stands below."""
     adapters = lines["system"].isin(ADAPTERS)
     ordered = lines.assign(adapters=adapters).sort_values("adapters", kind="stable")
-    lora = lines[(lines["system"] == ADAPTERS[0]) & lines["tokens_per_s"].notna()]
-    told = []
-    for label, (_, line) in zip(labels(ordered), ordered.iterrows(), strict=True):
-        over = NONE
-        if len(lora) and not pd.isna(line["tokens_per_s"]):
-            over = speeds.ratio(line, lora.iloc[0]).times
-        learnt = {"held-out loss": _known(line["heldout_loss"], ".4f")}
-        learnt |= {"exact match": _known(line["exact_match"], ".1%")}
-        joules = {"J/token": _known(line["joules_per_token"], "#.3g")}
-        speed = _speed(line) | {"vs LoRA": over}
-        told.append({"system": label} | learnt | speed | joules | _memory(line))
-    return pd.DataFrame(told, index=ordered.index)
+    lora = ordered[(ordered["system"] == ADAPTERS[0]) & ordered["tokens_per_s"].notna()]
+    speed = lora["tokens_per_s"].iloc[0] if len(lora) else float("nan")
+    shown = {
+        "system": labels(ordered),
+        "held-out loss": _text(ordered["heldout_loss"], ".4f"),
+        "exact match": _text(ordered["exact_match"], ".1%"),
+        "tokens/s": _speed(ordered),
+        "vs LoRA": _text(ordered["tokens_per_s"] / speed, ".2f", "x"),
+        "J/token": _text(ordered["joules_per_token"], "#.3g"),
+        **_memory(ordered),
+    }
+    return pd.DataFrame(shown)
 
 
-def _known(number: Any, form: str) -> str:
-    return NONE if pd.isna(number) else format(number, form)
+def axes(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
+    """The lines of a run of a study that varies something, each with its change from its base."""
+    ordered = sort(study, lines)
+    shown: dict[str, Any] = {
+        names.setting(path): [value(line, path) for _, line in ordered.iterrows()]
+        for path in (study.x, study.hue)
+        if path
+    }
+    shown["tokens/s"] = _speed(ordered)
+    if study.value == "tflops_6p":
+        shown["TFLOPS"] = _text(ordered["tflops_6p"], ".0f")
+    shown[f"vs {base_title(study)}"] = ratios(study, ordered).map(
+        lambda found: found.told(change=not study.of_systems), na_action="ignore"
+    )
+    return pd.DataFrame(shown | _memory(ordered)).fillna(NONE)
 
 
-def base_of(study: Study, lines: pd.DataFrame) -> pd.Series | None:
-    """What the lines of a run are held against.
+def ratios(study: Study, lines: pd.DataFrame) -> pd.Series:
+    """The ratio of each line to what it is held against; None for that itself, and without one."""
+    found = {}
+    for place, line in lines.iterrows():
+        base = base_of(study, lines, line)
+        known = base is not None and base.name != place and not pd.isna(line["tokens_per_s"])
+        found[place] = speeds.ratio(line, base) if known else None
+    return pd.Series(found, dtype=object)
 
-    It is the study's base, else the fastest plain ZeRO-3, else the fastest rival.
+
+def base_of(study: Study, lines: pd.DataFrame, line: Any = None) -> Any:
+    """What a line is held against; None where nothing is.
+
+    Systems: the study's base, else the fastest plain ZeRO-3, else the fastest rival. Systems along
+    x: ZeRO-3 at the same x. Settings: the line at x = effect.from, else the first.
     """
     ready = lines[speeds.comparable(lines)]
-    wanted = ready[ready["family"] == (study.base or "zero3")]
-    wanted = wanted if len(wanted) else ready[numbers.rivals(ready)]
-    return speeds.fastest(wanted) if len(wanted) else None
+    if study.compares:
+        wanted = ready[ready["family"] == (study.base or "zero3")]
+        ready = wanted if len(wanted) else ready[speeds.rivals(ready)]
+        return speeds.fastest(ready) if len(ready) else None
+    if study.of_systems:
+        ready = ready[(ready[study.x] == line[study.x]) & (ready["family"] == "zero3")]
+    elif study.effect:
+        ready = ready[ready[study.x] == study.effect["from"]]
+        if study.hue:
+            ready = ready[ready[study.hue] == line[study.hue]]
+    return ready.iloc[0] if len(ready) else None
 
 
-def labels(lines: pd.DataFrame) -> list[str]:
+def labels(lines: pd.DataFrame) -> Any:
     """The name of each line and, where several have one name, what tells them apart.
 
-    `Twin-Flow, compiled (huge pages)`.
+    `Twin-Flow, compiled (huge pages True)`.
     """
-    called = pd.Series([names.name(line) for _, line in lines.iterrows()], index=lines.index)
-    told: list[str] = []
-    for place, name in called.items():
-        alike = studies.differing(lines[called == name])
-        mine = rows.settings(lines.loc[[place]]).iloc[0]
-        apart = [path for path in alike if path.startswith(studies.CHOSEN)]
-        words = ", ".join(filter(None, [_setting(path, mine.get(path)) for path in apart]))
-        told.append(f"{name} ({words})" if words else str(name))
-    numbered = [f"{name} ({told[:at].count(name) + 1})" for at, name in enumerate(told)]
-    return [one if told.count(name) > 1 else name for name, one in zip(told, numbered, strict=True)]
+    told: Any = lines.apply(names.name, axis=1)
+    for name, mine in lines.groupby(told, sort=False):
+        apart = mine[sorted(studies.differing(mine))].filter(regex=studies.CHOSEN)
+        for place, line in apart.iterrows():
+            known = [f"{names.setting(str(path))} {one}" for path, one in line.dropna().items()]
+            told[place] = f"{name} ({', '.join(known)})" if known else name
+    numbered = told + " (" + (told.groupby(told).cumcount() + 1).astype(str) + ")"
+    return told.mask(told.duplicated(keep=False), numbered)
 
 
-def _setting(path: str, value: Any) -> str:
-    if value is False or pd.isna(value):
-        return ""
-    words = "" if value is True else f" {names.value(path, value)}"
-    return f"{names.setting(path)}{words}"
+def _text(numbers: pd.Series, form: str, unit: str = "") -> pd.Series:
+    return numbers.map(lambda one: NONE if pd.isna(one) else f"{one:{form}}{unit}")
 
 
-def _speed(line: pd.Series) -> dict[str, str]:
-    unmeasured = names.STATUSES.get(line["status"], line["status"])
-    speed = line["tokens_per_s"]
-    return {"tokens/s": unmeasured if pd.isna(speed) else f"{speed:,.0f}"}
+def _speed(lines: pd.DataFrame) -> pd.Series:
+    speed = _text(lines["tokens_per_s"], ",.0f")
+    return speed.mask(lines["tokens_per_s"].isna(), lines["status"].replace(names.STATUSES))
 
 
-def _memory(line: pd.Series) -> dict[str, str]:
-    shown = {}
-    for place in ("device", "host"):
-        size = line[f"{place}_gb"]
-        unknown = pd.isna(line["tokens_per_s"]) or pd.isna(size)
-        shown[f"{place} GB"] = NONE if unknown else f"{size:.0f}" if size >= 10 else f"{size:.1f}"
-    return shown
+def _memory(lines: pd.DataFrame) -> dict[str, pd.Series]:
+    measured = lines["tokens_per_s"].notna()
+    sizes = {place: lines[f"{place}_gb"].where(measured) for place in ("device", "host")}
+    return {
+        f"{place} GB": _text(size, ".1f").mask(size >= 10, _text(size, ".0f"))
+        for place, size in sizes.items()
+    }
+
+
+def value(line: pd.Series, path: str) -> str:
+    """A value of an axis in words; a system or a rung of the ladder by its name."""
+    if path in ("system", "system.preset"):
+        return names.name(line) if path == "system" else names.family_name(line["family"])
+    return names.value(path, line[path])
+
+
+def sort(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
+    """The lines in the order of x, then hue; systems in that of legends."""
+    paths = [path for path in (study.x, study.hue) if path]
+    by = ["family" if path in ("system", "system.preset") else path for path in paths]
+    return lines.sort_values(list(dict.fromkeys(by)), key=_sortable, kind="stable")
+
+
+def _sortable(values: pd.Series) -> pd.Series:
+    if values.name == "family":
+        places = {family: f"{at:02d}" for at, family in enumerate(names.SYSTEMS)}
+        return values.replace(places)
+    numeric = pd.to_numeric(values, errors="coerce")
+    return numeric if numeric.notna().all() else values.map(str)
 
 
 def losses(line: pd.Series) -> str:
@@ -156,63 +196,6 @@ def losses(line: pd.Series) -> str:
         return "reference"
     word = "same" if line["agrees"] else "differ"
     return word if pd.isna(gap) else f"{word} ({gap:.0e})" if gap else f"{word} (0)"
-
-
-def axes(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
-    """The lines of a run of a study that varies something, each with its change from its base."""
-    ordered = sort(study, lines)
-    over = f"vs {base_title(study)}"
-    told = []
-    for _, line in ordered.iterrows():
-        base = base_line(study, ordered, line)
-        change = NONE
-        if base is not None and not pd.isna(line["tokens_per_s"]) and line.name != base.name:
-            found = speeds.ratio(line, base)
-            change = found.short if study.of_systems else found.short_change
-        cells = {names.setting(path): value(line, path) for path in (study.x, study.hue) if path}
-        work = NONE if pd.isna(line["tflops_6p"]) else f"{line['tflops_6p']:.0f}"
-        tflops = {"TFLOPS": work} if study.value == "tflops_6p" else {}
-        told.append(cells | _speed(line) | tflops | {over: change} | _memory(line))
-    return pd.DataFrame(told, index=ordered.index)
-
-
-def value(line: pd.Series, path: str) -> str:
-    """A value of an axis in words; a system or a rung of the ladder by its name."""
-    if path in ("system", "system.preset"):
-        return names.name(line) if path == "system" else names.family_name(line["family"])
-    return names.value(path, studies.value(line, path))
-
-
-def sort(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
-    """The lines in the order of x, then hue; systems in that of legends."""
-    paths = [path for path in (study.x, study.hue) if path]
-    keys = {f"key{number}": _sortable(lines, path) for number, path in enumerate(paths)}
-    return lines.assign(**keys).sort_values(list(keys), kind="stable").drop(columns=list(keys))
-
-
-def _sortable(lines: pd.DataFrame, path: str) -> Any:
-    if path in ("system", "system.preset"):
-        order = list(names.SYSTEMS)
-        return [order.index(one) if one in order else one for one in lines["family"]]
-    values = studies.column(lines, path)
-    numeric = pd.to_numeric(values, errors="coerce")
-    return numeric if numeric.notna().all() else values.map(str)
-
-
-def base_line(study: Study, ordered: pd.DataFrame, line: pd.Series) -> pd.Series | None:
-    """What a line is held against.
-
-    ZeRO-3 at the same x where systems differ, else the line at x = effect.from, else the first.
-    """
-    ready = ordered[speeds.comparable(ordered)]
-    x = studies.column(ready, str(study.x))
-    if study.of_systems:
-        ready = ready[(x == studies.value(line, str(study.x))) & (ready["family"] == "zero3")]
-    elif study.effect:
-        ready = ready[x == study.effect["from"]]
-        if study.hue:
-            ready = ready[studies.column(ready, study.hue) == studies.value(line, study.hue)]
-    return ready.iloc[0] if len(ready) else None
 
 
 def base_title(study: Study) -> str:
@@ -244,28 +227,27 @@ def latex(table: pd.DataFrame, caption: str, label: str) -> str:
 
 def notes(lines: pd.DataFrame) -> list[str]:
     """What a reader must know beside the table: what failed and why, and what differs."""
-    told = []
-    for _, line in lines.iterrows():
-        told += [f"{names.name(line)}{note}." for note in _notes(line)]
+    told = [f"{names.name(line)}: {note}." for _, line in lines.iterrows() for note in _notes(line)]
     if not lines.iloc[0]["machine_details"].get("gpu"):
         told.append(CPU_NOTE)
     return list(dict.fromkeys(told))
 
 
-def _notes(line: pd.Series) -> list[str]:
+def _notes(line: pd.Series) -> Iterator[str]:
     if pd.isna(line["tokens_per_s"]):
-        return [f": {names.STATUSES.get(line['status'], line['status'])}{_why(line['reason'])}"]
-    told = []
+        yield names.STATUSES.get(line["status"], line["status"]) + _why(line["reason"])
+        return
     if line["agrees"] is False and line["system"] != REFERENCE:
         gap = f"{line['max_loss_difference']:.0e}"
-        told.append(f": its losses differ from the reference by up to {gap}; it is not ranked")
+        yield f"its losses differ from the reference by up to {gap}; it is not ranked"
     if isinstance(line["caveat"], str) and line["caveat"]:
-        told.append(f": {line['caveat']}")
+        yield line["caveat"]
     if line["num_failed"]:
-        told.append(f": {line['num_failed']} of its repeats failed")
-    if _still_faster(line["step_s"]) and line["num_repeats"] == 1:
-        told.append(": its windows were still getting faster, so its speed is too low")
-    return told
+        yield f"{line['num_failed']} of its repeats failed"
+    windows = pd.Series(line["step_s"])
+    faster = windows.is_monotonic_decreasing and windows.iloc[-1] < 0.98 * windows.mean()
+    if faster and line["num_repeats"] == 1:
+        yield "its windows were still getting faster, so its speed is too low"
 
 
 def _why(reason: str) -> str:
@@ -274,8 +256,3 @@ def _why(reason: str) -> str:
         sizes = [f"{int(size.replace(',', '')) / 1e9:,.0f} GB" for size in (needed, allowed)]
         return f", for it needs {sizes[0]} of {kind} memory and {sizes[1]} are allowed"
     return f": {reason}" if reason else ""
-
-
-def _still_faster(step_s: list[float]) -> bool:
-    falling = len(step_s) > 1 and all(one >= two for one, two in itertools.pairwise(step_s))
-    return falling and step_s[-1] < 0.98 * sum(step_s) / len(step_s)

@@ -48,9 +48,11 @@ def overviews() -> dict[str, ModuleType]:
 
 def all_figures(lines: pd.DataFrame, results: Path) -> Iterator[tuple[str, Callable[[], Figure]]]:
     """(name, what draws it) of every picture that the pages show."""
-    for study, mine in studies.shown(lines):
+    told = list(studies.shown(lines))
+    for study, mine in told:
         if drawable(study, mine):
-            yield study.name, partial(of_study, study, mine, _leads(lines, study.beside))
+            beside = [studies.leading(*one) for one in told if one[0].name in study.beside]
+            yield study.name, partial(of_study, study, mine, pd.concat([lines[:0], *beside]))
     current = lines[~lines["superseded"]]
     if (current["study"] == memory.HEADLINE).any():
         for name, module in overviews().items():
@@ -58,9 +60,3 @@ def all_figures(lines: pd.DataFrame, results: Path) -> Iterator[tuple[str, Calla
     recorded = [timeline.load(path)[0] for path in sorted((results / "timelines").glob("*.json"))]
     if recorded:
         yield "timeline", partial(step.compare, recorded)
-
-
-def _leads(lines: pd.DataFrame, wanted: tuple[str, ...]) -> pd.DataFrame:
-    """The leading runs of these studies."""
-    shown = [studies.leading(*one) for one in studies.shown(lines) if one[0].name in wanted]
-    return pd.concat([lines[:0], *shown])

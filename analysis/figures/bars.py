@@ -16,7 +16,7 @@ def draw(study: Study, lines: pd.DataFrame) -> Figure:
     axes = figure.subplots()
     steps, labels = [line for _, line in shown.iterrows()], []
     for at, line in enumerate(steps):
-        base = steps[at - 1] if ladder and at else tables.base_line(study, shown, line)
+        base = steps[at - 1] if ladder and at else tables.base_of(study, shown, line)
         known = base is not None and base.name != line.name
         style.bar(axes, line, at, f"  {speeds.ratio(line, base).change}" if known else "")
         told = [tables.value(line, path) for path in (study.x, study.hue) if path]

@@ -25,7 +25,7 @@ def draw(study: Study, lines: pd.DataFrame, beside: pd.DataFrame | None = None) 
     figure = Figure(figsize=(style.PAGE_IN * 0.72, 2.9))
     axes = figure.subplots()
     shown = tables.sort(study, lines[lines["tokens_per_s"].notna()])
-    shown = shown.assign(x=pd.to_numeric(studies.column(shown, str(study.x)).fillna(0)))
+    shown = shown.assign(x=pd.to_numeric(shown[str(study.x)].fillna(0)))
     places = sorted(shown["x"].unique())
     for order, (label, color, marker, mine) in enumerate(_series(study, shown)):
         for number, (_, part) in enumerate(mine.groupby("run", sort=False)):
@@ -52,7 +52,7 @@ def draw(study: Study, lines: pd.DataFrame, beside: pd.DataFrame | None = None) 
 def _series(study: Study, shown: pd.DataFrame) -> Iterator[tuple[str, str, str, pd.DataFrame]]:
     """(label, colour, marker, lines) of every hue."""
     if study.hue and not study.of_systems:
-        values = studies.column(shown, study.hue)
+        values = shown[study.hue]
         for number, value in enumerate(sorted(values.unique())):
             label = f"{names.setting(study.hue)}: {names.value(study.hue, value)}"
             color = BLUES[(number - values.nunique()) % len(BLUES)]
@@ -68,7 +68,7 @@ def _rivals(study: Study, shown: pd.DataFrame, beside: pd.DataFrame) -> pd.DataF
     same = [name for name in studies.SHAPES if name != study.x]
     near = beside[beside["family"].isin(RIVALS) & speeds.comparable(beside)]
     near = near.merge(shown[same].drop_duplicates(), on=same)
-    near = near.assign(x=studies.column(near, str(study.x)))
+    near = near.assign(x=near[str(study.x)])
     return near.loc[near.groupby(["run", "family", "x"])["tokens_per_s"].idxmax()]
 
 
@@ -98,7 +98,7 @@ def _axes(axes: Axes, study: Study, shown: pd.DataFrame) -> None:
     x = str(study.x)
     if x in SCALED:
         axes.set_xscale("log", base=2)
-    known = [*studies.column(shown, x).dropna(), *(paper.along(study)["x"] if study.paper else ())]
+    known = [*shown[x].dropna(), *(paper.along(study)["x"] if study.paper else ())]
     raw = sorted({int(value) if value == int(value) else value for value in known})
     words = [names.value(x, value) for value in raw]
     bare = [word.removesuffix("B") for word in words] if x == "num_params" else words

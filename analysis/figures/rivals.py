@@ -7,7 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis import names, numbers, speeds
+from analysis import names, speeds
 from analysis.figures import style
 
 TITLE = "The engine over each rival, run by run"
@@ -24,9 +24,7 @@ def ratios(lines: pd.DataFrame) -> pd.DataFrame:
     keys = ["study", "run", "model", "batch_size", "seq_len"]
     for _, here in lines.groupby(keys, sort=False):
         fast = here[(here["family"] == "megatrain_fast") & speeds.comparable(here)]
-        for _, several in (
-            here[numbers.rivals(here)].groupby(RIVAL, sort=False) if len(fast) else ()
-        ):
+        for _, several in here[speeds.rivals(here)].groupby(RIVAL, sort=False) if len(fast) else ():
             rival = speeds.fastest(several)
             about = rival[["model", "run", *RIVAL, "num_params"]].to_dict()
             found.append(about | asdict(speeds.ratio(speeds.fastest(fast), rival)))

@@ -12,7 +12,7 @@ from tests.study_rows import batch_rows, config, factor_rows, grid_rows, ladder_
 
 
 def test_an_axis_of_studies_yaml_that_no_row_has_is_one_line(monkeypatch) -> None:
-    (known,) = (one for one in studies.all_studies() if one.name == "double_buffering")
+    known = studies.listed()["double_buffering"]
     bad = dataclasses.replace(known, x="system.bogus")
     monkeypatch.setattr(studies, "listed", lambda: {bad.name: bad})
     with pytest.raises(ValueError, match=r"studies.yaml: double_buffering.x: got 'system.bogus'"):

@@ -486,7 +486,9 @@ def test_a_project_online_gives_the_frame_of_its_jsonl(
         check=False,
     )
     assert done.returncode == 0, done.stderr.decode()
-    assert same(pickle.loads(done.stdout), frames.frame(path).iloc[wanted].reset_index(drop=True))
+    back, whole = pickle.loads(done.stdout), frames.frame(path).iloc[wanted].reset_index(drop=True)
+    assert same(back, whole[list(back)])
+    assert whole.drop(columns=list(back)).isna().all(axis=None)  # settings of the others alone
 
 
 def test_a_project_that_does_not_exist_is_one_line(server: str) -> None:
