@@ -157,6 +157,6 @@ def test_it_is_never_ranked_nor_compared() -> None:
     found = rows.from_rows([reference, mine, row("zero3", [4.0] * 3, losses=[3.0, 2.0])])
     lines = speeds.lines(studies.assigned(found))
     assert list(lines[speeds.comparable(lines)]["system"]) == ["in_memory", "zero3"]
-    table = tables.comparison(studies.of_rows("quickstart", lines), lines)
+    table = tables.of(studies.Study(name="mine", title="Mine"), lines)
     assert list(table["system"])[-1] == "LoRA"
     assert list(table["losses"])[-1] == "not compared"
