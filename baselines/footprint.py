@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from baselines.model import build_skeleton, config_of
+from baselines.model import build_skeleton, config_of, count_params
 from baselines.options import AS_MANY_AS_FIT, CommonOptions
 from baselines.system import ModelSpec, SystemSpec
 from engine import (
@@ -36,7 +36,7 @@ CUDA_WORKSPACE_BYTES = 1 << 30
 
 
 def activation_bytes(spec: SystemSpec, options: CommonOptions) -> dict[str, int]:
-    """`checkpoints` and `activations` of one micro-batch, by kind.
+    """`checkpoints` and `activations` of one rank's rows of a micro-batch, by kind.
 
     checkpoints: the input of every recomputed layer, the decoder's output and its gradient.
     activations: what the graph of every kept layer holds, and beside it one chunk's logits or the
@@ -48,7 +48,7 @@ def activation_bytes(spec: SystemSpec, options: CommonOptions) -> dict[str, int]
     """
     config = config_of(spec.model)
     itemsize = spec.dtype.itemsize
-    tokens = spec.shape.micro_batch_size * spec.shape.seq_len
+    tokens = spec.rows * spec.shape.seq_len
     layer = functools.partial(
         layer_activation_bytes, Widths.of(config), tokens, itemsize, compiled=options.compile
     )
@@ -72,12 +72,12 @@ def activation_bytes(spec: SystemSpec, options: CommonOptions) -> dict[str, int]
 
 
 def packed_masks(spec: SystemSpec) -> Masks:
-    """The masks of one micro-batch of packed documents, or none."""
+    """The masks of one rank's rows of a micro-batch of packed documents, or none."""
     if not spec.packed:
         return Masks()
     config, shape = config_of(spec.model), spec.shape
     config._attn_implementation = spec.model.attn_implementation
-    return Masks.of(config, shape.micro_batch_size, shape.seq_len, spec.dtype.itemsize)
+    return Masks.of(config, spec.rows, shape.seq_len, spec.dtype.itemsize)
 
 
 def usable_bytes(spec: SystemSpec) -> int:
@@ -122,6 +122,15 @@ def plan_on(device: torch.device, on_device: Mapping[str, int], on_host: Mapping
     """The plan with the libraries' workspace added; the CPU has none."""
     workspace = CUDA_WORKSPACE_BYTES if device.type == "cuda" else 0
     return Plan(device={**on_device, "workspace": workspace}, host=dict(on_host))
+
+
+def with_module(host: dict[str, int], spec: SystemSpec, itemsize: int) -> dict[str, int]:
+    """A rank's host plan and, as `setup`, what the whole module needs beyond it where several ranks
+    make one each, before it is spread over them; `itemsize` bytes a parameter."""
+    if spec.num_ranks == 1:
+        return host
+    module = itemsize * count_params(spec.model).total
+    return {**host, "setup": max(0, module - sum(host.values()))}
 
 
 class PinnedBlocks:

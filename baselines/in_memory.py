@@ -1,6 +1,8 @@
-"""InMemory: weights, master, moments and gradients on one device.
+"""InMemory: weights, master, moments and gradients on one device, or spread over those of ranks.
 
-It is the reference for numerics, and the rival that no link slows down.
+It is the reference for numerics, and the rival that no link slows down. On several ranks it is
+FSDP2 without offload and not DDP: gradients are reduced in fp32, as they are summed here, and a
+model that one device has no room for can be trained.
 
 Invariant: the step is AdamW on an fp32 master with gradients accumulated and clipped in fp32,
 written in the fewest lines; a step whose loss or gradient norm is not finite leaves every parameter
@@ -9,11 +11,14 @@ as it was.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import ClassVar
 
 import torch
 
 from baselines import footprint
+from baselines.fsdp2 import Fsdp2, Fsdp2Options
 from baselines.loss import CausalLMLoss, loss_of
 from baselines.model import count_params, materialise
 from baselines.options import CommonOptions
@@ -25,8 +30,24 @@ from baselines.rival import (
     micro_batches,
     set_lr,
 )
-from baselines.system import SystemSpec
+from baselines.system import SystemSpec, TrainingSystem
 from engine import Batch, NonFiniteLossError, Plan, norm_of
+
+
+def build(spec: SystemSpec) -> TrainingSystem:
+    """The system on one device, or on those of the ranks."""
+    return InMemory(spec) if spec.num_ranks == 1 else ShardedInMemory(spec)
+
+
+class ShardedInMemory(Fsdp2):
+    """FSDP2 that offloads nothing, with the options of `InMemory`."""
+
+    options_class: ClassVar[type[CommonOptions]] = CommonOptions
+    offloads: ClassVar[bool] = False
+
+    def __init__(self, spec: SystemSpec) -> None:
+        super().__init__(spec)
+        self.options = Fsdp2Options(**dataclasses.asdict(self.options))
 
 
 class InMemory(TorchRival):

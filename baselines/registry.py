@@ -17,7 +17,7 @@ from baselines.model import refuse_random
 from baselines.system import SystemSpec, TrainingSystem
 
 REGISTRY: dict[str, str] = {
-    "in_memory": "baselines.in_memory:InMemory",
+    "in_memory": "baselines.in_memory:build",
     "megatrain": "baselines.megatrain:build",
     "zero3": "baselines.deepspeed.stage3:Zero3",
     "zero2": "baselines.deepspeed.stage2:Zero2",
@@ -30,6 +30,9 @@ REGISTRY: dict[str, str] = {
     "qlora": "baselines.lora:QLora",
     "published_megatrain": "baselines.published_megatrain:PublishedMegaTrain",
 }
+
+RANKED = ("in_memory", "zero3", "zero2", "fsdp2")
+"""Systems that train on several ranks."""
 
 MODULE_CLASS = re.compile(r"\w+(\.\w+)*:\w+")
 
@@ -62,6 +65,16 @@ def require_known(name: str, implementation: Any) -> None:
         )
     elif not isinstance(implementation, str) or not MODULE_CLASS.fullmatch(implementation):
         raise ValueError(f"{got}, allowed MODULE:CLASS such as baselines.fsdp2:Fsdp2; correct it")
+
+
+def require_ranked(name: str, path: str, num_ranks: int) -> None:
+    """ValueError, one line, for several ranks of a system that trains on one; `path` is where the
+    config says how many."""
+    if num_ranks > 1 and name not in RANKED:
+        raise ValueError(
+            f"{path}: got {num_ranks}, allowed 1 with system {name}, which trains in one process; "
+            f"leave it out or choose among {', '.join(RANKED)}"
+        )
 
 
 def _imported(implementation: str) -> Callable[[SystemSpec], TrainingSystem]:

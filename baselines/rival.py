@@ -65,9 +65,17 @@ class Rival:
         return {"weights": dtype_name(self.spec.dtype), **dict.fromkeys(kinds, "float32")}
 
     def _join(self, backend: str) -> None:
-        """Be a process group of one, until `close`."""
+        """Be in the process group, until `close`."""
         distributed.acquire(backend)
         self._joined = True
+
+    def _require_alone(self, what: str) -> None:
+        """Unsupported, in one line, for what several ranks cannot do."""
+        if self.spec.num_ranks > 1:
+            raise Unsupported(
+                f"{what}: the state is spread over {self.spec.num_ranks} ranks, which write no "
+                "checkpoint here; train with one"
+            )
 
     @contextlib.contextmanager
     def _optimizing(self) -> Iterator[None]:
@@ -128,6 +136,7 @@ class TorchRival(Rival):
 
     def save(self, directory: Path) -> None:
         """Write master, moments and the step number to `directory`/state.pt, as plain tensors."""
+        self._require_alone("save")
         self.drain()
         held = list(self._held())
         master = {name: tensor for name, tensor, _ in held}
@@ -139,6 +148,7 @@ class TorchRival(Rival):
     @torch.no_grad()
     def resume(self, directory: Path) -> None:
         """Continue bit for bit where `save` was called."""
+        self._require_alone("resume")
         state = _load_state(directory, sum(1 for _ in self._held()))
         moments = state["moments"]
         self._hold({name: (master, moments[name]) for name, master in state["master"].items()})
@@ -221,9 +231,9 @@ def evaluated(
     """The batch's mean loss per label token by `loss`, a module as `CausalLMLoss`, forward
     alone."""
     total = torch.zeros((), dtype=torch.float32, device=device)
-    for tokens, labels, mask, places in micro_batches(batch, device):
+    for tokens, labels, mask, places in micro_batches(distributed.part_of(batch), device):
         total += loss(tokens, labels, mask, batch.num_tokens, places)
-    return total
+    return distributed.summed(total)
 
 
 def raise_unless_finite(

@@ -87,12 +87,24 @@ class SystemSpec:
     """Bytes of host memory, for a system that chooses what to put there; None where unknown."""
     device_memory: int | None = None
     """Bytes of device memory to choose for; None is what the device has."""
+    num_ranks: int = 1
+    """Processes that train together, each on a device of its own and on its rows of every
+    micro-batch (`baselines.distributed`)."""
     packed: bool = False
     """Whether batches pack several documents into a sequence, whose masks a plan counts."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The system's own knobs, the rest of the `system` config group."""
     implementation: str | None = None
     """MODULE:CLASS of a system that `baselines.registry` does not have."""
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a micro-batch that each rank has."""
+        return self.shape.micro_batch_size // self.num_ranks
+
+    def part(self, num: int) -> int:
+        """What of `num` elements or bytes lies on each rank where all are spread over them."""
+        return -(-num // self.num_ranks)
 
 
 class TrainingSystem(Protocol):
@@ -104,7 +116,7 @@ class TrainingSystem(Protocol):
     """
 
     def plan(self) -> Plan:
-        """Closed-form bytes on device and host, by kind; allocates nothing."""
+        """Closed-form bytes of one rank on device and host, by kind; allocates nothing."""
 
     def dtypes(self) -> dict[str, str]:
         """Dtypes of weights, master, moments and gradients, by these four names."""
@@ -120,6 +132,9 @@ class TrainingSystem(Protocol):
     def train_step(self, batch: Batch) -> torch.Tensor:
         """Enqueue one whole optimizer step; return the mean loss per label token, 0-dim fp32,
         unsynchronised.
+
+        Every rank is given the same batch, trains on its own rows of it and returns the loss of
+        all.
 
         Raises NonFiniteLossError, here or in the next call or in drain, when the loss is not
         finite; that step changes no parameter.

@@ -1,4 +1,4 @@
-"""DeepSpeed in one process, with the optimizer offloaded: what all its systems share.
+"""DeepSpeed with the optimizer offloaded, in one process or several: what all its systems share.
 
 Invariant: the mathematics is the recipe's (fp32 master, AdamW on the CPU, fp32 accumulation,
 clipping set and not left to DeepSpeed's default), and every knob that costs speed is set as an
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from baselines import footprint
+from baselines import distributed, footprint
 from baselines.deepspeed.options import DeepSpeedOptions, accumulation_dtype
 from baselines.deepspeed.setup import import_deepspeed, require_deepspeed, setup_phase, sole_builder
 from baselines.loss import CausalLMLoss, loss_of
@@ -126,13 +126,16 @@ class DeepSpeed(Rival):
         total = torch.zeros((), dtype=torch.float32, device=self.spec.device)
         num_tokens = batch.num_tokens
         self._set_lr()
-        for index, given in enumerate(micro_batches(batch, self.spec.device)):
+        mine = distributed.part_of(batch)
+        for index, given in enumerate(micro_batches(mine, self.spec.device)):
             engine.set_gradient_accumulation_boundary(index == batch.num_micro_batches - 1)
             tokens, labels, mask, places = given
             loss = engine(tokens, labels, mask, num_tokens, places)
-            # Our losses are already shares of the whole step: DeepSpeed must not divide them again.
-            engine.backward(loss, scale_wrt_gas=False)
+            # Our losses are already shares of the whole step: DeepSpeed must not divide them again,
+            # by micro-batches or by ranks.
+            engine.backward(loss * self.spec.num_ranks, scale_wrt_gas=False)
             total += loss.detach()
+        distributed.summed(total)
         try:
             raise_unless_finite(total, "the loss", self._step, self._outcome)
         except NonFiniteLossError:
@@ -181,6 +184,7 @@ class DeepSpeed(Rival):
 
     def save(self, directory: Path) -> None:
         """DeepSpeed's own checkpoint, in `directory`; Unsupported where it would lack something."""
+        self._require_alone("save")
         if unsaved := self._unsaved():
             raise Unsupported(
                 f"save: DeepSpeed's checkpoint lacks {unsaved}, so nothing was written; train with "
@@ -193,6 +197,7 @@ class DeepSpeed(Rival):
 
     def resume(self, directory: Path) -> None:
         """Continue where `save` was called; DeepSpeed wants a system that was just set up."""
+        self._require_alone("resume")
         if not (Path(directory) / TAG).is_dir():
             raise ValueError(
                 f"resume: got {directory}, allowed a directory that save() wrote; give that of the "

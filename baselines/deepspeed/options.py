@@ -50,7 +50,7 @@ class DeepSpeedOptions(CommonOptions):
         """DeepSpeed's configuration of one step of `spec`."""
         accumulated = "bf16" if accumulation_dtype(spec) == torch.bfloat16 else "fp32"
         return {
-            "train_micro_batch_size_per_gpu": spec.shape.micro_batch_size,
+            "train_micro_batch_size_per_gpu": spec.rows,
             "gradient_accumulation_steps": spec.shape.num_micro_batches,
             "gradient_clipping": self.clip_norm(spec),
             "bf16": {"enabled": spec.dtype == torch.bfloat16},

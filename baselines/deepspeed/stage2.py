@@ -25,7 +25,10 @@ class Zero2(DeepSpeed):
     def _accumulated(self) -> tuple[int, int]:
         """Bytes on device and host that several micro-batches accumulate in: fp32 on the device,
         or, where that is the compute dtype, on the host."""
-        total, itemsize = count_params(self.spec.model).total, self.spec.dtype.itemsize
+        total, itemsize = (
+            self.spec.part(count_params(self.spec.model).total),
+            self.spec.dtype.itemsize,
+        )
         if self.spec.shape.num_micro_batches == 1:
             return 0, 0
         return (4 * total, 0) if itemsize < 4 else (0, itemsize * total)
@@ -49,10 +52,10 @@ class Zero2(DeepSpeed):
     def _host_plan(self) -> dict[str, int]:
         """Weights are updated ones on their way to the device."""
         count, itemsize = count_params(self.spec.model), self.spec.dtype.itemsize
-        total, largest = count.total, itemsize * count.largest
+        total, largest = self.spec.part(count.total), itemsize * count.largest
         pinned = (itemsize * total, 4 * total, 4 * total, largest)
         rounded = sum(map(pinned_rounding, pinned)) if self.options.pins(self.spec) else 0
-        return {
+        host = {
             "weights": itemsize * total,
             "master": 4 * total,
             "moments": 8 * total,
@@ -60,3 +63,4 @@ class Zero2(DeepSpeed):
             "other": footprint.process_bytes(self.spec.device),
             "staging": largest + rounded,
         }
+        return footprint.with_module(host, self.spec, self.spec.dtype.itemsize)

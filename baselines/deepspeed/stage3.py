@@ -22,9 +22,10 @@ from baselines.model import count_params, decoder_layers
 from baselines.system import ModelSpec, SystemSpec
 
 
-def sub_groups(model: ModelSpec, sub_group_size: int) -> list[int]:
-    """Parameters of each of ZeRO-3's sub-groups; one is closed when it has `sub_group_size`."""
-    sizes = footprint.parameter_sizes(model)
+def sub_groups(model: ModelSpec, sub_group_size: int, num_ranks: int = 1) -> list[int]:
+    """What a rank has of the parameters of each of ZeRO-3's sub-groups; one is closed when that is
+    `sub_group_size`."""
+    sizes = [-(-size // num_ranks) for size in footprint.parameter_sizes(model)]
     groups = [0]
     for size in sizes:
         if groups[-1] >= sub_group_size and sub_group_size < sum(sizes):
@@ -76,7 +77,7 @@ class Zero3(DeepSpeed):
         gradients = options.bucket_params() + count.largest
         gradients += count.largest_layer if options.compile else 0
         device = {
-            "weights": itemsize * (fetched if options.offload_param else total),
+            "weights": itemsize * (fetched if options.offload_param else self._resident(fetched)),
             "gradients": itemsize * min(total, gradients),
             **footprint.activation_bytes(self.spec, options),
         }
@@ -87,14 +88,21 @@ class Zero3(DeepSpeed):
         device["setup"] = max(0, itemsize * total - sum(device.values()))
         return device
 
+    def _resident(self, fetched: int) -> int:
+        """Weights on the device where none are on the host: a rank's part, and beside it those of
+        the others that are fetched."""
+        total = count_params(self.spec.model).total
+        part = self.spec.part(total)
+        return part + min(fetched, total - part)
+
     def _host_plan(self) -> dict[str, int]:
         """Within 5% of what was measured from 0.5B to 14B, where it is 24 to 29 bytes a parameter.
 
         Master and moments are pageable; weights, fp32 gradients and accumulated ones are pinned,
         see `_pinned_bytes`.
         """
-        total = count_params(self.spec.model).total
-        offloaded = total - sum(self._groups_on_device())
+        total = self.spec.part(count_params(self.spec.model).total)
+        offloaded = max(0, total - sum(self._groups_on_device()))
         host = {
             "weights": self.spec.dtype.itemsize * total if self.options.offload_param else 0,
             "master": 4 * offloaded,
@@ -103,7 +111,7 @@ class Zero3(DeepSpeed):
         }
         host["staging"] = max(0, self._pinned_bytes() - host["weights"] - host["gradients"])
         host["other"] = footprint.process_bytes(self.spec.device)
-        return host
+        return footprint.with_module(host, self.spec, self.spec.dtype.itemsize)
 
     def _pinned_bytes(self) -> int:
         """Bytes of torch's pinned blocks when setup is over, freed ones too; 0 where nothing is
@@ -117,7 +125,7 @@ class Zero3(DeepSpeed):
         if not options.pins(spec):
             return 0
         blocks = self._weight_blocks()
-        groups = sub_groups(spec.model, options.sub_group_size)
+        groups = sub_groups(spec.model, options.sub_group_size, spec.num_ranks)
         num_kept = len(self._groups_on_device())
         for index, group in enumerate(groups):
             blocks.take(4 * group)
@@ -130,7 +138,7 @@ class Zero3(DeepSpeed):
         """What is pinned once the offloaded weights are flat; the blocks of each are freed."""
         blocks, spec, options = footprint.PinnedBlocks(), self.spec, self.options
         sizes = footprint.parameter_sizes(spec.model) if options.offload_param else []
-        weights = [spec.dtype.itemsize * size for size in sizes]
+        weights = [spec.dtype.itemsize * spec.part(size) for size in sizes]
         for size in (*weights, sum(weights)) if weights else ():
             blocks.take(size)
         for size in weights:
@@ -141,7 +149,7 @@ class Zero3(DeepSpeed):
         """Sizes of the sub-groups whose master, moments and fp32 gradients stay on the device."""
         if self.spec.device.type == "cpu":
             return []  # without a device DeepSpeed keeps all of it on the host, whatever the ratio
-        groups = sub_groups(self.spec.model, self.options.sub_group_size)
+        groups = sub_groups(self.spec.model, self.options.sub_group_size, self.spec.num_ranks)
         return on_device(groups, self.options.offload_ratio)
 
     def _with_smallest_ratio(self) -> Zero3Options:
@@ -150,7 +158,7 @@ class Zero3(DeepSpeed):
         Where none has room, all of the state is on the host. Where keep_activations is to be chosen
         too, activations get what the optimizer's state leaves.
         """
-        groups = sub_groups(self.spec.model, self.options.sub_group_size)
+        groups = sub_groups(self.spec.model, self.options.sub_group_size, self.spec.num_ranks)
         self.options = dataclasses.replace(self.options, offload_ratio=1.0)
         room = footprint.usable_bytes(self.spec) - self.plan().device_bytes
         return dataclasses.replace(self.options, offload_ratio=smallest_ratio(groups, room))
