@@ -112,6 +112,11 @@ def short_name(line: Any, others: pd.DataFrame) -> str:
     return name({"family": line["family"], "mode": mode})
 
 
+def look(family: str) -> dict[str, Any]:
+    """The family's colour and marker."""
+    return {"color": color(family), "marker": marker(family)}
+
+
 def color(family: str) -> str:
     """The family's colour."""
     usual = SYSTEMS["megatrain"] if family.startswith("megatrain") else ("", *OTHER)

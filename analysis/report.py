@@ -15,7 +15,7 @@ import pandas as pd
 from rich.console import Console
 from rich.markdown import Markdown
 
-from analysis import figures, pages, rows, speeds, studies, tables, timeline, whole
+from analysis import figures, pages, rows, speeds, studies, tables, whole
 from analysis.figures import energy, step, style
 from analysis.studies import Study
 
@@ -84,8 +84,8 @@ def report(
 def _timelines(folder: Path, out: Path) -> dict[Path, bytes]:
     """The steps recorded beside the rows (measure.trace=true), a picture each."""
     drawn = {}
-    for path in sorted((folder / "traces").glob(f"*{timeline.SUFFIX}")):
-        steps = timeline.load(path)
+    for path in sorted((folder / "traces").glob(f"*{step.SUFFIX}")):
+        steps = step.load(path)
         target = out / f"{path.name.removesuffix('.json')}.png"
         drawn[target] = style.drawn(partial(step.draw, steps, steps[0].name))
     return drawn

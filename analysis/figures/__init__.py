@@ -14,14 +14,14 @@ from types import ModuleType
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analysis import studies, timeline
-from analysis.figures import bars, comparison, curves, losses, memory, quality, step
+from analysis import studies
+from analysis.figures import bars, curves, memory, quality, step
 from analysis.studies import Study
 
 STUDIES: dict[str, Callable[[Study, pd.DataFrame], Figure]] = {
-    "comparison": comparison.draw,
-    "bars": bars.draw,
-    "losses": losses.draw,
+    "comparison": bars.systems,
+    "bars": bars.settings,
+    "losses": bars.losses,
     "quality": quality.draw,
 }
 
@@ -57,6 +57,6 @@ def all_figures(lines: pd.DataFrame, results: Path) -> Iterator[tuple[str, Calla
     if (current["study"] == memory.HEADLINE).any():
         for name, module in overviews().items():
             yield name, partial(module.draw, current)
-    recorded = [timeline.load(path)[0] for path in sorted((results / "timelines").glob("*.json"))]
+    recorded = [step.load(path)[0] for path in sorted((results / "timelines").glob("*.json"))]
     if recorded:
         yield "timeline", partial(step.compare, recorded)

@@ -19,15 +19,16 @@ RIVAL = ["family", "mode"]
 
 
 def ratios(lines: pd.DataFrame) -> pd.DataFrame:
-    """One line a run and rival: model, run, family, mode, value, lo, hi of `fast` over it."""
+    """One line a run and rival: the rival's, with value, lo, hi of `fast` over it."""
     found = []
     keys = ["study", "run", "model", "batch_size", "seq_len"]
-    for _, here in lines.groupby(keys, sort=False):
-        fast = here[(here["family"] == "megatrain_fast") & speeds.comparable(here)]
-        for _, several in here[speeds.rivals(here)].groupby(RIVAL, sort=False) if len(fast) else ():
-            rival = speeds.fastest(several)
-            about = rival[["model", "run", *RIVAL, "num_params"]].to_dict()
-            found.append(about | asdict(speeds.ratio(speeds.fastest(fast), rival)))
+    for _, here in lines[speeds.comparable(lines)].groupby(keys, sort=False):
+        fast = here[here["family"] == "megatrain_fast"]
+        for _, several in here[speeds.rivals(here)].groupby(RIVAL, sort=False):
+            if len(fast):
+                rival = speeds.fastest(several)
+                told = asdict(speeds.ratio(speeds.fastest(fast), rival))
+                found.append(rival[["model", "run", *RIVAL, "num_params"]].to_dict() | told)
     return pd.DataFrame(found)
 
 
@@ -69,7 +70,7 @@ def _panel(axes: Axes, mine: pd.DataFrame, model: str) -> None:
             face = "white" if pd.isna(one["lo"]) else color
             look: Any = {"marker": names.marker(family), "color": color, "markerfacecolor": face}
             axes.plot(one["value"], place, zorder=5, **look)
-            style.whisker(axes, one, place, horizontal=True, color=color)
+            style.whisker(axes, place, one[["value", "lo", "hi"]], horizontal=True, color=color)
             if one["hi"] > LIMIT:
                 arrow: Any = {"arrowstyle": "-|>", "color": color, "shrinkA": 0, "shrinkB": 0}
                 axes.annotate("", (LIMIT, place), (LIMIT - 0.05, place), arrowprops=arrow)

@@ -1,13 +1,57 @@
-"""The lanes over a recorded step: what each does when; several steps share one axis."""
+"""The lanes over a recorded step: what each does when; several steps share one axis.
 
+A step comes from a file that `measure.trace=true` leaves, NAME.timeline.json:
+
+    {"measured": {"step_s": 2.53, "intervals": [["compute", "compute forward 3", 0.1, 0.2]]}}
+
+and maybe the same under "predicted". Invariant: what is busy or hidden follows from the intervals
+alone, so a measured and a predicted step go through the same lines.
+"""
+
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from analysis.figures import style
-from analysis.timeline import LANES, Step
+
+SUFFIX = ".timeline.json"
+LANES = {
+    "compute": "compute",
+    "h2d": "load (H2D)",
+    "d2h": "store (D2H)",
+    "fetch": "fetch (H2D)",
+    "copy": "all copies",
+    "cpu": "CPU",
+}
+WORK = {
+    "compute embed": "forward",
+    "compute forward": "forward",
+    "compute forward_kept": "forward",
+    "compute forward_offloaded": "forward",
+    "compute tail": "head and loss",
+    "compute recompute": "recomputed forward",
+    "compute backward": "recompute + backward",
+    "compute backward_kept": "backward",
+    "compute backward_offloaded": "backward",
+    "compute embed_backward": "backward",
+    "load": "load weights",
+    "store": "store gradients",
+    "evict": "move activations",
+    "fetch": "move activations",
+    "keep": "gradient copy",
+    "step": "AdamW",
+    "step device_step": "AdamW",
+}
+"""Kind and phase of an operation, as its label begins -> the work; the others are bookkeeping."""
+COPIES = ("load weights", "store gradients", "move activations")
+
 
 FILLS: dict[str, tuple[str, str, str]] = {
     "forward": ("#9cc5ea", "", "white"),
@@ -23,6 +67,67 @@ FILLS: dict[str, tuple[str, str, str]] = {
 }
 """Work -> colour, hatch and the hatch's colour; in the legend's order."""
 BAR = 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One steady step. intervals: lane, work, start_s, end_s."""
+
+    name: str
+    step_s: float
+    intervals: pd.DataFrame
+    predicted: bool = False
+
+    @property
+    def lanes(self) -> list[str]:
+        """Those that do anything, in the order in which they are drawn."""
+        return [lane for lane in LANES if lane in set(self.intervals["lane"])]
+
+    def busy_s(self, lane: str) -> float:
+        """Seconds that a lane works."""
+        return _united_s(self.intervals[self.intervals["lane"] == lane])
+
+    def hidden_share(self, lane: str) -> float | None:
+        """Share of a lane's work during which the device computes; None for the compute lane."""
+        mine = self.intervals["lane"] == lane
+        computes = (self.intervals["lane"] == "compute") & ~self.intervals["work"].isin(COPIES)
+        if lane == "compute" or not mine.any():
+            return None
+        busy_s, compute_s = (_united_s(self.intervals[one]) for one in (mine, computes))
+        return (busy_s + compute_s - _united_s(self.intervals[mine | computes])) / busy_s
+
+
+def _united_s(pieces: pd.DataFrame) -> float:
+    """Seconds that the union of some intervals lasts."""
+    pieces = pieces.sort_values("start_s")
+    ended_s = pieces["end_s"].cummax().shift(fill_value=0.0)
+    return float((pieces["end_s"] - pieces["start_s"].clip(lower=ended_s)).clip(lower=0.0).sum())
+
+
+def load(path: Path) -> list[Step]:
+    """The measured step of a file and maybe the predicted. Raises ValueError, one line."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        kinds = [kind for kind in ("measured", "predicted") if content.get(kind) is not None]
+        if "measured" not in kinds:
+            raise ValueError("no field 'measured'")
+        return [_step(path, kind, **content[kind]) for kind in kinds]
+    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+        why = " ".join(str(error).split())
+        remedy = "write one with python -m sweeps.run system=megatrain measure.trace=true"
+        raise ValueError(f"{path}: not a timeline ({why}); {remedy}") from None
+
+
+def _step(path: Path, kind: str, step_s: float, intervals: list[object]) -> Step:
+    found = pd.DataFrame(intervals, columns=["lane", "label", "start_s", "end_s"])
+    found = found.astype({"start_s": float, "end_s": float})
+    start_s, end_s = found["start_s"], found["end_s"]
+    good = (start_s >= 0) & (start_s <= end_s) & (end_s <= step_s * (1 + 1e-6))
+    if not len(found) or not good.all() or not step_s > 0:
+        raise ValueError(f"{kind}: intervals must lie within the step's {step_s} s")
+    work = found["label"].str.rpartition(" ")[0].map(WORK).fillna("bookkeeping")
+    name, known = path.name.removesuffix(SUFFIX), found.assign(work=work)
+    return Step(name=name, step_s=step_s, intervals=known, predicted=kind == "predicted")
 
 
 def draw(steps: Sequence[Step], title: str) -> Figure:
@@ -56,24 +161,20 @@ def compare(recorded: Sequence[Step]) -> Figure:
 
 
 def _panel(axes: Axes, step: Step) -> None:
-    for position, lane in enumerate(step.lanes):
-        axes.broken_barh(
-            [(0, step.step_s)], (position - BAR / 2, BAR), facecolor="#eeeeee", linewidth=0
-        )
+    for at, lane in enumerate(step.lanes):
+        place = (at - BAR / 2, BAR)
+        axes.broken_barh([(0, step.step_s)], place, facecolor="#eeeeee", linewidth=0)
+        here = step.intervals[step.intervals["lane"] == lane]
         for work, (color, hatch, ink) in FILLS.items():
-            mine = step.intervals[
-                (step.intervals["lane"] == lane) & (step.intervals["work"] == work)
-            ]
+            mine = here[here["work"] == work]
             spans = list(zip(mine["start_s"], mine["end_s"] - mine["start_s"], strict=True))
-            place = (position - BAR / 2, BAR)
             axes.broken_barh(spans, place, facecolor=color, edgecolor=color, linewidth=0.3)
             if hatch and spans:
-                axes.broken_barh(
-                    spans, place, facecolor="none", edgecolor=ink, hatch=hatch, linewidth=0
-                )
+                look: Any = {"facecolor": "none", "edgecolor": ink, "hatch": hatch, "linewidth": 0}
+                axes.broken_barh(spans, place, **look)
         hidden = step.hidden_share(lane)
         words = f"{step.busy_s(lane):.2f} s" + ("" if hidden is None else f", {hidden:.0%} hidden")
-        style.beside(axes, words, step.step_s, position, fontsize=6.5)
+        style.beside(axes, words, step.step_s, at, fontsize=6.5)
     kind = "predicted" if step.predicted else "recorded"
     axes.set_title(f"{step.name}, {kind}: {step.step_s:.2f} s a step", fontsize=8)
     axes.set_yticks(range(len(step.lanes)), [LANES[lane] for lane in step.lanes])

@@ -1,7 +1,7 @@
 """What every figure shares: look, bars, intervals, and bytes that never change."""
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -10,6 +10,7 @@ import matplotlib as mpl
 import pandas as pd
 from matplotlib import style as plot_style
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 
 from analysis import names
@@ -17,6 +18,7 @@ from analysis import names
 PAGE_IN = 7.0
 """Width of the text block of a two-column paper."""
 INK, MUTED, ALARM = "#222222", "#6f6f6f", "#a4122a"
+SPEED = ["tokens_per_s", "lo", "hi"]
 LOOK = Path(__file__).parents[1] / "house.mplstyle"
 UNDATED: dict[str, dict[str, Any]] = {
     "png": {"Software": None},
@@ -34,26 +36,29 @@ def drawn(draw: Callable[[], Figure], format: str = "png", dpi: float | None = N
 
 
 def whisker(
-    axes: Axes, line: Any, at: float, *, horizontal: bool, scale: float = 1.0, color: str = INK
+    axes: Axes, at: float, ends: Iterable[float], *, horizontal: bool = False, color: str = INK
 ) -> None:
-    """The 95% interval of a line (lo, hi) through its value; nothing where there is none."""
-    if pd.isna(line["lo"]):
+    """The 95% interval of a value; nothing where there is none. ends: value, lo, hi."""
+    value, lo, hi = ends
+    if pd.isna(lo):
         return
-    value = line["tokens_per_s"] if "tokens_per_s" in line else line["value"]
-    ends = [[(value - line["lo"]) * scale], [(line["hi"] - value) * scale]]
-    place = (value * scale, at) if horizontal else (at, value * scale)
-    reach: Any = {"xerr" if horizontal else "yerr": ends}
+    place = (value, at) if horizontal else (at, value)
+    reach: Any = {"xerr" if horizontal else "yerr": [[value - lo], [hi - value]]}
     axes.errorbar(*place, **reach, color=color, elinewidth=0.9, capsize=2, capthick=0.9, zorder=6)
 
 
-def bar(axes: Axes, line: pd.Series, at: float, words: str = "", *, hollow: bool = False) -> None:
-    """The speed of a line as a bar in its system's colour, with its interval and its words."""
-    color, speed = names.color(line["family"]), line["tokens_per_s"]
-    fill: Any = {"color": "white", "edgecolor": color} if hollow else {"color": color}
-    axes.barh(at, speed, height=0.67, **fill)
-    whisker(axes, line, at, horizontal=True)
-    end = speed if pd.isna(line["hi"]) else line["hi"]
-    beside(axes, f"{speed:,.0f}{words}", end, at, fontsize=7.5)
+def bars(axes: Axes, shown: pd.DataFrame, words: pd.Series, hollow: Any = None) -> None:
+    """The speed of each line as a bar in its system's colour, with its interval and its words."""
+    bare = [False] * len(shown) if hollow is None else hollow
+    for at, ((_, line), word, white) in enumerate(zip(shown.iterrows(), words, bare, strict=True)):
+        color, speed = names.color(line["family"]), line["tokens_per_s"]
+        fill: Any = {"color": "white", "edgecolor": color} if white else {"color": color}
+        axes.barh(at, speed, height=0.67, **fill)
+        whisker(axes, at, line[SPEED], horizontal=True)
+        end = speed if pd.isna(line["hi"]) else line["hi"]
+        beside(axes, f"{speed:,.0f}" if pd.isna(word) else f"{speed:,.0f}  {word}", end, at, 7.5)
+    tokens_per_s(axes.xaxis)
+    axes.grid(axis="y", visible=False)
 
 
 def beside(axes: Axes, words: str, x: float, y: float, fontsize: float = 7.0) -> None:
@@ -63,9 +68,8 @@ def beside(axes: Axes, words: str, x: float, y: float, fontsize: float = 7.0) ->
     )
 
 
-def tokens_per_s(axes: Axes, which: str = "x") -> None:
+def tokens_per_s(axis: Axis) -> None:
     """Label the axis of speeds."""
-    axis = axes.xaxis if which == "x" else axes.yaxis
     axis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axis.set_label_text("tokens/s")
 

@@ -13,7 +13,7 @@ from matplotlib import image
 from matplotlib import style as plot_style
 from matplotlib.text import Annotation, Text
 
-from analysis import figures, record, studies, timeline
+from analysis import figures, record, studies
 from analysis.figures import rivals, step, style
 
 LINES = record.lines()
@@ -95,7 +95,7 @@ def test_an_interval_that_leaves_the_axis_ends_in_an_arrow(monkeypatch) -> None:
 
 
 def test_a_recorded_step_is_read_and_hidden_shares_follow_from_its_intervals(tmp_path) -> None:
-    steps = timeline.load(record.RESULTS / "timelines" / "fast.timeline.json")
+    steps = step.load(record.RESULTS / "timelines" / "fast.timeline.json")
     assert [one.predicted for one in steps] == [False, True]
     fast = steps[0]
     assert fast.busy_s("compute") == pytest.approx(2.33, abs=0.01)
@@ -106,5 +106,5 @@ def test_a_recorded_step_is_read_and_hidden_shares_follow_from_its_intervals(tmp
         bad = tmp_path / "bad.timeline.json"
         bad.write_text(content)
         with pytest.raises(ValueError, match="not a timeline") as caught:
-            timeline.load(bad)
+            step.load(bad)
         assert str(bad) in str(caught.value)
