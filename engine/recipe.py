@@ -129,3 +129,22 @@ class Batch:
     def num_tokens(self) -> int:
         """Label tokens in the step: padding and ignored positions are not counted."""
         return int((self.labels != IGNORE_INDEX).sum())
+
+    def require(self, shape: tuple[int, ...]) -> None:
+        """ValueError, one line, where a tensor is not int64 of that shape, or where the batch is
+        both padded and packed."""
+        if self.attention_mask is not None and self.position_ids is not None:
+            raise ValueError(
+                "batch.position_ids: got them beside an attention_mask, allowed one of the two; "
+                "fill packed sequences up with a document without labels"
+            )
+        for name in ("tokens", "labels", "attention_mask", "position_ids"):
+            tensor: torch.Tensor | None = getattr(self, name)
+            if tensor is None:
+                continue
+            if (tensor.dtype, tuple(tensor.shape)) != (torch.int64, shape):
+                raise ValueError(
+                    f"batch.{name}: got {tensor.dtype} of shape {tuple(tensor.shape)}, allowed "
+                    f"torch.int64 of shape {shape}, which are micro-batches, rows and "
+                    "tokens; cut the step as the engine was told"
+                )

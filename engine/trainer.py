@@ -105,7 +105,7 @@ class Trainer:
         After any other error updates may be half done: `resume` a checkpoint, in a new engine where
         the CPU lane's error is raised again.
         """
-        self._check_batch(batch, self.work.shape)
+        batch.require(self.work.shape)
         # autograd's own thread would keep gradients longer
         with torch.autograd.set_multithreading_enabled(False):
             loss = self.executor.run(batch, self._next_step)
@@ -125,29 +125,12 @@ class Trainer:
         The batch may have any number of micro-batches. Raises what `train_step` does of them.
         """
         shape = (max(1, batch.num_micro_batches), *self.work.shape[1:])
-        self._check_batch(batch, shape)
+        batch.require(shape)
         self.drain()
         try:
             return self.executor.evaluate(batch)
         finally:
             self.drain()
-
-    def _check_batch(self, batch: Batch, shape: tuple[int, ...]) -> None:
-        if batch.attention_mask is not None and batch.position_ids is not None:
-            raise ValueError(
-                "batch.position_ids: got them beside an attention_mask, allowed one of the two; "
-                "fill packed sequences up with a document without labels"
-            )
-        for name in ("tokens", "labels", "attention_mask", "position_ids"):
-            tensor: torch.Tensor | None = getattr(batch, name)
-            if tensor is None:
-                continue
-            if (tensor.dtype, tuple(tensor.shape)) != (torch.int64, shape):
-                raise ValueError(
-                    f"batch.{name}: got {tensor.dtype} of shape {tuple(tensor.shape)}, allowed "
-                    f"torch.int64 of shape {shape}, which are micro-batches, rows and "
-                    "tokens; cut the step as the engine was told"
-                )
 
     def drain(self) -> None:
         """Return when every lane is idle and every update applied; raise what went wrong on the CPU
