@@ -37,14 +37,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m analysis", description=about)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, run: Any, told: str) -> Any:
+    def command(name: str, run: Any, told: str, *, of_record: bool = True) -> Any:
         one = commands.add_parser(name, help=told, description=told)
         one.set_defaults(run=run)
+        if of_record:
+            known: Any = {"metavar": "DIR", "type": Path, "default": record.RESULTS}
+            one.add_argument("--results", **known, help="the record (default: analysis/results)")
         return one.add_argument
 
-    add = command(
-        "report", _report, "Print the table and answer of any rows, and draw their figure."
-    )
+    told = "Print the table and answer of any rows, and draw their figure."
+    add = command("report", _report, told, of_record=False)
     kinds = "a rows file, a W&B run, a folder of either, or wandb:ENTITY/PROJECT"
     add("paths", nargs="+", metavar="PATH", help=kinds)
     fields = "a config path such as system.depth, or num_params, batch_size, seq_len"
@@ -52,23 +54,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--hue", metavar="FIELD", help="what a line or bar stands for: a config path, or system")
     add("--out", metavar="DIR", type=Path, help="folder of the report (default: beside the rows)")
 
-    record_of = {"metavar": "DIR", "type": Path, "default": record.RESULTS}
-    record_of["help"] = "the record (default: analysis/results)"
     add = command("figures", _figures, "Draw the record's pictures again.")
     formats = "png (default); pdf and svg come with LaTeX tables"
     add("--format", choices=("png", "pdf", "svg"), default="png", help=formats)
     place = "where to draw them (default: the record for png, else outputs/figures)"
     add("--out", metavar="DIR", type=Path, help=place)
-    add("--results", **record_of)
 
-    add = command(
-        "docs", _docs, "Write the record's pages, and fill the numbers in README and docs."
-    )
-    add("--results", **record_of)
-
+    told = "Write the record's pages, and fill the numbers in README and docs."
+    command("docs", _docs, told)
     add = command("add", _add, "File measured rows, then draw and write what they change.")
     add("paths", nargs="+", metavar="PATH", type=Path, help="a rows file, or a folder of some")
-    add("--results", **record_of)
     return parser
 
 
@@ -93,10 +88,7 @@ def _figures(options: argparse.Namespace) -> list[Path]:
     if not in_record:
         tables = {study.name: report.latex(study, mine) for study, mine in studies.shown(lines)}
         wanted |= {folder / f"{name}.tex": text.encode() for name, text in tables.items()}
-    whole.write_changed(wanted)
-    for old in folder.glob("*.png") if in_record else ():
-        if old not in wanted:
-            old.unlink()
+    whole.write_changed(wanted, folder.glob("*.png") if in_record else ())
     return list(wanted)
 
 

@@ -3,10 +3,10 @@
     <!--{ratio:vs_zero3_14b/fast/zero3}-->1.75x<!--/-->          shown as 1.75x
     <!--{interval:vs_zero3_7b@ba71c3ca/fast/twinflow}-->...   of that run, else the leading one
 
-A line is named by its family and, where several ran, its mode and settings: `zero3`, `twinflow`,
-`zero3.kept+compiled`, `stream?depth=2,streams=3`; `rival` is the fastest system that is not the
-engine nor the reference. Of several lines that fit, the fastest counts. Invariant: a page's numbers
-are exactly what its markers give, or a test fails.
+A line is named by its family and, where several ran, its mode: `zero3`, `twinflow`,
+`zero3.kept+compiled`; `rival` is the fastest system that is not the engine nor the reference. Of
+several lines that fit, the fastest counts. Invariant: a page's numbers are exactly what its markers
+give, or a test fails.
 """
 
 import re
@@ -24,24 +24,16 @@ ALIASES = {"published": "published_megatrain"} | {
     if family.startswith(("megatrain_", "zero3_"))
 }
 """`fast`, `paper`, `twinflow`: a family less the name of its system."""
+WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
 def line(lines: pd.DataFrame, selector: str) -> Any:
     """The fastest line that the selector fits. Raises ValueError, one line, where none does."""
-    name, _, wanted = selector.partition("?")
-    family, _, mode = name.partition(".")
-    fits = (
-        speeds.rivals(lines)
-        if family == "rival"
-        else lines["family"] == ALIASES.get(family, family)
-    )
+    family, _, mode = selector.partition(".")
+    named = lines["family"] == ALIASES.get(family, family)
+    fits = speeds.rivals(lines) if family == "rival" else named
     if mode:
-        fits &= lines["mode"].map(lambda one: set(one.split()) == set(mode.split("+")))
-    for item in filter(None, wanted.split(",")):
-        key, _, value = item.partition("=")
-        paths = [one for one in map(str, lines) if one in studies.SHAPES or "." in one]
-        path = next((one for one in reversed(paths) if one.rpartition(".")[2] == key), None)
-        fits &= False if path is None else lines[path].map(str) == value
+        fits &= lines["mode"].str.split().map(set) == set(mode.split("+"))
     found = lines[fits & lines["tokens_per_s"].notna()]
     agreeing = found[speeds.comparable(found)]
     found = agreeing if len(agreeing) else found  # what differs is labelled, and never preferred
@@ -53,50 +45,7 @@ def line(lines: pd.DataFrame, selector: str) -> Any:
 
 def word(number: int) -> str:
     """`three`; digits from ten on."""
-    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-    return words[number] if number < len(words) else str(number)
-
-
-KINDS: dict[str, Callable[..., str]] = {
-    "ratio": lambda one, base: speeds.ratio(one, base).times,
-    "interval": lambda one, base: speeds.ratio(one, base).interval() or "no interval",
-    "change": lambda one, base: speeds.ratio(one, base).change,
-    "speed": lambda one: f"{one['tokens_per_s']:,.0f}",
-    "tflops": lambda one: f"{one['tflops_6p']:.0f}",
-    "device": lambda one: f"{one['device_gb']:.0f} GB",
-    "host": lambda one: f"{one['host_gb']:.0f} GB",
-    "machine": lambda one: names.machine(one["machine_details"]),
-    "repeats": lambda one: word(one["num_repeats"]),
-    "name": names.name,
-}
-"""What a marker can ask for of its lines, and how it is written."""
-
-
-def number(kind: str, what: str, lines: pd.DataFrame) -> str:
-    """The text of one marker. Raises ValueError, one line, that names it."""
-    place, *selectors = what.split("/")
-    try:
-        if kind in KINDS:
-            mine = run_of(place, lines)
-            return KINDS[kind](*[line(mine, selector) for selector in selectors])
-        if kind in SPREADS and (lines["study"] == place).any():
-            return SPREADS[kind](lines[lines["study"] == place], selectors)
-        known = [*KINDS, *SPREADS]
-        got, allowed = (place, set(lines["study"])) if kind in known else (kind, known)
-        raise ValueError(f"got {got!r}, allowed {', '.join(sorted(allowed))}; mend the marker")
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{{{kind}:{what}}}: {error}") from None
-
-
-def run_of(place: str, lines: pd.DataFrame) -> pd.DataFrame:
-    """The lines of STUDY@RUN, or of a study's leading run. ValueError where there are none."""
-    name, _, run = place.partition("@")
-    mine = lines[lines["study"] == name]
-    mine = mine[mine["run"].str.endswith(run)]
-    if not len(mine):
-        allowed = ", ".join(sorted(lines["study"].unique()))
-        raise ValueError(f"got {place!r}, allowed {allowed}; mend the marker")
-    return studies.leading(studies.of_rows(name, mine), mine)
+    return WORDS[number] if number < len(WORDS) else str(number)
 
 
 def ratios(lines: pd.DataFrame, selectors: list[str]) -> list[speeds.Ratio]:
@@ -114,8 +63,8 @@ def ratios(lines: pd.DataFrame, selectors: list[str]) -> list[speeds.Ratio]:
 
 def _spread(lines: pd.DataFrame, selectors: list[str]) -> str:
     """The least and the largest ratio."""
-    found = ratios(lines, selectors)
-    return found[0].times if len(found) == 1 else f"{found[0].times} to {found[-1].times}"
+    found = [one.times for one in ratios(lines, selectors)]
+    return found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}"
 
 
 def _runs(lines: pd.DataFrame, selectors: list[str]) -> str:
@@ -127,10 +76,22 @@ def _runs(lines: pd.DataFrame, selectors: list[str]) -> str:
 def _end(lines: pd.DataFrame, which: str) -> str:
     """The least or the largest x that was measured: `512K`."""
     x = str(studies.of_rows(lines.iloc[0]["study"], lines).x)
-    found = lines[lines["tokens_per_s"].notna()][x].dropna()
-    return names.value(x, int(found.agg(which)))
+    return names.value(x, int(lines[lines["tokens_per_s"].notna()][x].dropna().agg(which)))
 
 
+KINDS: dict[str, Callable[..., str]] = {
+    "ratio": lambda one, base: speeds.ratio(one, base).times,
+    "interval": lambda one, base: speeds.ratio(one, base).interval() or "no interval",
+    "change": lambda one, base: speeds.ratio(one, base).change,
+    "speed": lambda one: f"{one['tokens_per_s']:,.0f}",
+    "tflops": lambda one: f"{one['tflops_6p']:.0f}",
+    "device": lambda one: f"{one['device_gb']:.0f} GB",
+    "host": lambda one: f"{one['host_gb']:.0f} GB",
+    "machine": lambda one: names.machine(one["machine_details"]),
+    "repeats": lambda one: word(one["num_repeats"]),
+    "name": names.name,
+}
+"""What a marker can ask for of its lines, and how it is written."""
 SPREADS: dict[str, Callable[[pd.DataFrame, list[str]], str]] = {
     "spread": _spread,
     "runs": _runs,
@@ -138,6 +99,31 @@ SPREADS: dict[str, Callable[[pd.DataFrame, list[str]], str]] = {
     "most": lambda lines, _: _end(lines, "max"),
 }
 """What a marker can ask for of all runs of a study."""
+
+
+def number(kind: str, what: str, lines: pd.DataFrame) -> str:
+    """The text of one marker. Raises ValueError, one line, that names it."""
+    place, *selectors = what.split("/")
+    try:
+        if kind not in {*KINDS, *SPREADS}:
+            allowed = ", ".join([*KINDS, *SPREADS])
+            raise ValueError(f"got {kind!r}, allowed {allowed}; mend the marker")
+        mine = run_of(place, lines)
+        if kind in SPREADS:
+            return SPREADS[kind](lines[lines["study"] == place], selectors)
+        return KINDS[kind](*[line(mine, selector) for selector in selectors])
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{{{kind}:{what}}}: {error}") from None
+
+
+def run_of(place: str, lines: pd.DataFrame) -> pd.DataFrame:
+    """The lines of STUDY@RUN, or of a study's leading run. ValueError where there are none."""
+    name, _, run = place.partition("@")
+    mine = lines[(lines["study"] == name) & lines["run"].str.endswith(run)]
+    if not len(mine):
+        allowed = ", ".join(sorted(lines["study"].unique()))
+        raise ValueError(f"got {place!r}, allowed {allowed}; mend the marker")
+    return studies.leading(studies.of_rows(name, mine), mine)
 
 
 def fill(text: str, lines: pd.DataFrame) -> str:

@@ -20,8 +20,6 @@ from analysis import rows, speeds, studies, whole
 
 RESULTS = Path(__file__).parent / "results"
 MACHINES, SHARED = "machines.yaml", "shared.yaml"
-SAME = ["cell", "started_at"]
-"""What two rows of one measurement share: a study may have copied another's, under its own name."""
 
 
 def load(results: Path = RESULTS) -> pd.DataFrame:
@@ -60,34 +58,26 @@ def add(sources: Iterable[Path], results: Path = RESULTS) -> list[str]:
     """
     found = studies.assigned(rows.every_row(*sources))
     _refuse(found)
-    filed: dict[tuple[str, ...], str] = {}
-    if any(results.rglob("*.jsonl")):
-        known = rows.every_row(results)
-        filed = {
-            tuple(key): _place(source)
-            for *key, source in known[[*SAME, "source"]].itertuples(index=False)
-        }
+    known = rows.every_row(results) if any(results.rglob("*.jsonl")) else found[:0]
+    filed = dict(zip(_measurements(known), known["source"].map(_place), strict=True))
     new: dict[str, list[bytes]] = defaultdict(list)
     shared: dict[str, dict[str, str]] = defaultdict(dict, _yaml(results / SHARED))
     again: dict[str, int] = defaultdict(int)
-    text = {source: _lines(source) for source in found["source"].unique()}
     copied = found["experiment"] != [config.get("experiment") for config in found["config"]]
-    for _, row in pd.concat([found[~copied], found[copied]]).iterrows():
+    found = pd.concat([found[~copied], found[copied]])
+    for key, (_, row) in zip(_measurements(found), found.iterrows(), strict=True):
         place = f"{row['study']}/{row['run']}"
-        key = (row["cell"], row["started_at"])
         if key not in filed:
-            new[place].append(text[row["source"]][row["position"]])
+            lines = [line for line in Path(row["source"]).read_bytes().split(b"\n") if line.strip()]
+            new[place].append(lines[row["position"]] + b"\n")
             filed[key] = place
         elif filed[key] == place:
             again[place] += 1
         else:
-            cells = shared[f"{row['experiment']}/{row['run']}"]
-            shared[f"{row['experiment']}/{row['run']}"] = {**cells, row["cell"]: filed[key]}
-    wanted = {}
-    for place, added in new.items():
-        path = results / f"{place}.jsonl"
-        before = path.read_bytes() if path.exists() else b""
-        wanted[path] = before + b"".join(line + b"\n" for line in added)
+            shared[f"{row['experiment']}/{row['run']}"][row["cell"]] = filed[key]
+    wanted = {results / f"{place}.jsonl": b"".join(added) for place, added in new.items()}
+    for path in filter(Path.exists, wanted):
+        wanted[path] = path.read_bytes() + wanted[path]
     whole.write_changed(wanted)
     _write_yaml(results / SHARED, dict(sorted(shared.items())))
     _write_yaml(results / MACHINES, machines(rows.every_row(results)))
@@ -98,8 +88,9 @@ def add(sources: Iterable[Path], results: Path = RESULTS) -> list[str]:
     return told
 
 
-def _lines(source: str) -> list[bytes]:
-    return [line for line in Path(source).read_bytes().split(b"\n") if line.strip()]
+def _measurements(found: pd.DataFrame) -> list[tuple[str, str]]:
+    """What two rows of one measurement share: a study may have copied another's."""
+    return list(zip(found["cell"], found["started_at"], strict=True))
 
 
 def _refuse(found: pd.DataFrame) -> None:
@@ -107,10 +98,8 @@ def _refuse(found: pd.DataFrame) -> None:
         got = row["source"]
         commit = row["git_commit"] if isinstance(row["git_commit"], str) else "unknown"
         if not row["machine_details"].get("gpu"):
-            why = "CPU speeds say nothing about GPUs"
-            raise ValueError(
-                f"{got}: got rows measured without a GPU, allowed rows of a GPU; {why}"
-            )
+            why = "allowed rows of a GPU; CPU speeds say nothing about GPUs"
+            raise ValueError(f"{got}: got rows measured without a GPU, {why}")
         if commit == "unknown" or commit.endswith("-dirty") or not row["started_at"]:
             raise ValueError(
                 f"{got}: got a row of commit {commit}, started {row['started_at'] or 'never'}, "

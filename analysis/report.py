@@ -59,33 +59,25 @@ def report(
         raise ValueError(
             f"--out: got nothing, allowed a folder where rows come from W&B ({beside}); give one"
         )
-    texts, pictures = [], _timelines(beside, folder)
     lines = pd.concat([section.lines for section in told])
-    for kind in ("png", "pdf") if energy.known(lines) else ():
-        pictures[folder / f"energy.{kind}"] = style.drawn(partial(energy.draw, lines), kind)
+    drawings = {"energy": partial(energy.draw, lines)} if energy.known(lines) else {}
+    texts = []
     for number, section in enumerate(told, 1):
         stem = "report" if len(told) == 1 else f"report-{number}"
-        drawable = figures.drawable(*section)
-        for kind in ("png", "pdf") if drawable else ():
-            drawn = style.drawn(partial(figures.of_study, *section), kind)
-            pictures[folder / f"{stem}.{kind}"] = drawn
-        texts.append(markdown(section, f"{stem}.png" if drawable else ""))
+        if figures.drawable(*section):
+            drawings[stem] = partial(figures.of_study, *section)
+        texts.append(markdown(section, f"{stem}.png" if stem in drawings else ""))
         console.print(Markdown(markdown(section, "")))
-    pictures[folder / "report.md"] = "\n".join(texts).encode()
-    pictures[folder / "report.tex"] = "\n".join(latex(*section) for section in told).encode()
-    whole.write_changed(pictures)
-    ours = ("report.p[nd][gf]", "report-[0-9]*.p[nd][gf]", "energy.p[nd][gf]")
-    for old in (path for pattern in ours for path in folder.glob(pattern)):
-        if old not in pictures:
-            old.unlink()
-    return list(pictures)
-
-
-def _timelines(folder: Path, out: Path) -> dict[Path, bytes]:
-    """The steps recorded beside the rows (measure.trace=true), a picture each."""
-    drawn = {}
-    for path in sorted((folder / "traces").glob(f"*{step.SUFFIX}")):
+    wanted = {}
+    for path in sorted((beside / "traces").glob(f"*{step.SUFFIX}")):  # measure.trace=true
         steps = step.load(path)
-        target = out / f"{path.name.removesuffix('.json')}.png"
-        drawn[target] = style.drawn(partial(step.draw, steps, steps[0].name))
-    return drawn
+        drawn = style.drawn(partial(step.draw, steps, steps[0].name))
+        wanted[folder / f"{path.name.removesuffix('.json')}.png"] = drawn
+    for stem, draw in drawings.items():
+        for kind in ("png", "pdf"):
+            wanted[folder / f"{stem}.{kind}"] = style.drawn(draw, kind)
+    wanted[folder / "report.md"] = "\n".join(texts).encode()
+    wanted[folder / "report.tex"] = "\n".join(latex(*section) for section in told).encode()
+    ours = ("report.p[nd][gf]", "report-[0-9]*.p[nd][gf]", "energy.p[nd][gf]")
+    whole.write_changed(wanted, [path for pattern in ours for path in folder.glob(pattern)])
+    return list(wanted)

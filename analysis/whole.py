@@ -1,7 +1,7 @@
 """How this room writes a file: whole or not at all, at whatever moment its writer is killed."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 
@@ -22,12 +22,16 @@ def write(path: Path, data: bytes) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def write_changed(wanted: Mapping[Path, bytes]) -> list[Path]:
-    """Write what is not there yet or has other bytes; the paths that were written."""
+def write_changed(wanted: Mapping[Path, bytes], old: Iterable[Path] = ()) -> list[Path]:
+    """Write what is not there yet or has other bytes; the paths that were written. Then remove
+    those of `old` that nobody wants any more."""
+    gone = set(old) - set(wanted)
     changed = [
         path for path, data in wanted.items() if not path.exists() or path.read_bytes() != data
     ]
     for path in changed:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path, wanted[path])
+    for path in gone:
+        path.unlink()
     return changed
