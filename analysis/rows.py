@@ -123,7 +123,8 @@ def _record(item: Tagged, together: Sequence[Row]) -> dict[str, Any]:
     own = {field.name: getattr(row, field.name) for field in dataclasses.fields(Row)}
     measure = row.config.get("measure", {})
     family, mode = family_and_mode(row)
-    split = host_split(row.plan, row.peak_host_bytes, on_gpu=bool(row.machine.get("gpu")))
+    on_gpu = bool(row.machine.get("gpu"))
+    split = host_split(row.plan, row.peak_host_bytes, on_gpu=on_gpu, num_ranks=row.num_ranks)
     return own | {
         "file": item.file,
         "source": item.source,

@@ -9,6 +9,7 @@ connect. Alone, what is asked of the others is answered without them.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import os
 import sys
 import warnings
@@ -41,9 +42,9 @@ _before: dict[str, str | None] = {}
 """What was there before in their place."""
 
 
-def acquire(backend: str) -> None:
+def acquire(backend: str, timeout_s: float | None = None) -> None:
     """Join the running process group, or start that of the launched ranks, or one of this process
-    alone (`backend` as torch names it).
+    alone (`backend` as torch names it). timeout_s: of one collective; None is torch's own.
 
     Its store is a file, or this process's own memory: torch's TCPStore listens on every interface.
     Gloo and NCCL listen too, on the interface that they are told.
@@ -56,7 +57,8 @@ def acquire(backend: str) -> None:
         rank, num = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         path = os.environ.get(STORE)
         store = dist.HashStore() if path is None else dist.FileStore(path, num)  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=rank, world_size=num)
+        timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=num, timeout=timeout)
         _users, _ours = 0, True
     # DeepSpeed and FSDP2 call collectives that torch 2.13 renamed: a warning a call, inside the
     # measured step.

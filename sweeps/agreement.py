@@ -34,8 +34,8 @@ def compared(row: Row, rows: Sequence[Row], *, complete: bool = False) -> Row:
 
     The reference is REFERENCE, eager. STAND_IN, eager, takes its place where rows say that there is
     no room for it; where `rows` are `complete`, wherever it was not measured, and then also
-    compiled or, as a last resort, STAND_IN_KEPT. The latest of its rows counts, the first of its
-    repeats; its other repeats are compared with that one like any row.
+    compiled or, as a last resort, STAND_IN_KEPT. The latest of its rows counts, of those on the
+    fewest ranks the first of its repeats; its others are compared with that one like any row.
     """
     if row.status != "ok" or row.system in ADAPTERS:
         return row
@@ -51,7 +51,9 @@ def compared(row: Row, rows: Sequence[Row], *, complete: bool = False) -> Row:
     kinds += [(STAND_IN, None, True), (STAND_IN, STAND_IN_KEPT, True)] * complete
     measured = [item for item in (row, *beside) if item.status == "ok" and _kind(item) in kinds]
     reference = min(
-        measured, key=lambda item: (kinds.index(_kind(item)), _repeat(item)), default=None
+        measured,
+        key=lambda item: (kinds.index(_kind(item)), item.num_ranks, _repeat(item)),
+        default=None,
     )
     if reference is row:
         return dataclasses.replace(row, agrees=True, max_loss_difference=0.0)

@@ -101,6 +101,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     require("", plain, ("machine", "measure", "model", "process", "recipe"))
     require("machine.", plain["machine"], ("device",))
     require("model.", plain["model"], ())
+    require("process.", plain["process"], ())
     if plain.get("system"):
         plain["system"] = label(plain["system"])
     else:  # ~system, of which the mode is left
@@ -111,12 +112,23 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
         raise ValueError(
             "machine.device: got 'cuda', allowed cpu (torch sees no GPU here); leave it at auto"
         )
+    _require_gpus(plain)
     if plain["model"].get("name") == "auto":
         plain["model"] = _model(plain)
     plain["model"] = with_checkpoint(plain["model"])
     if plain["recipe"].get("total_steps") is None:
         plain["recipe"]["total_steps"] = build_group(Measure, "measure", plain).num_steps
     return plain
+
+
+def _require_gpus(plain: Mapping[str, Any]) -> None:
+    """ValueError, one line, for more GPUs than there are."""
+    asked, there = plain["process"].get("num_gpus", 1), torch.cuda.device_count()
+    if plain["machine"]["device"] == "cuda" and isinstance(asked, int) and asked > there:
+        raise ValueError(
+            f"process.num_gpus: got {asked}, allowed 1 to {there}, the GPUs that torch sees here; "
+            "give fewer"
+        )
 
 
 def _model(plain: Mapping[str, Any]) -> dict[str, Any]:

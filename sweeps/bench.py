@@ -3,7 +3,7 @@
 Invariant: warm-up, drain; then each window is start, K steps, drain, stop. Inside a window nothing
 is read back, so nothing but the system itself can synchronise; batches are made before the clock
 starts. Text that is not trained on is evaluated before the first step and between windows, on
-nobody's clock.
+nobody's clock. Ranks begin a window together, and its seconds are the slowest's.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from baselines import distributed
 from baselines.system import TrainingSystem, Unsupported
 from engine import Batch, NonFiniteLossError
 from sweeps.config import Measure
@@ -60,12 +61,13 @@ def measure(
         first_step = spec.warmup_steps + window * spec.steps_per_window
         steps = [next(batches) for _ in range(spec.steps_per_window)]
         num_tokens = sum(batch.num_tokens for batch in steps)
+        distributed.slowest(0.0)  # all are here
         started = clock()
         if saves:
             saves.begin()
         pending = _enqueue(system, steps, first_step, emit)
         system.drain()
-        seconds = clock() - started
+        seconds = distributed.slowest(clock() - started)
         if saves:
             saves.end(last=window + 1 == spec.windows)
         before, counted = counted, dict(system.counters())
@@ -201,8 +203,9 @@ def trace(system: TrainingSystem, batches: Iterator[Batch], num_steps: int, path
         for batch in steps:
             system.train_step(batch)
         system.drain()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    profiler.export_chrome_trace(str(path))
+    if distributed.rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(path))
 
 
 def record(system: Any, batches: Iterator[Batch], num_steps: int, path: Path) -> None:

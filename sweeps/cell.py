@@ -1,5 +1,5 @@
-"""The process of one cell: build, plan, set up, measure, report. Started by sweeps.isolate, never
-by hand.
+"""The process of one cell, or of one of its ranks: build, plan, set up, measure, report. Started by
+sweeps.isolate or the launcher of sweeps.ranks, never by hand.
 
 Invariant: it refuses before it allocates. Its stdin is the plain config with, as `rates`, what the
 study knows of the machine; its events leave on a pipe as JSON lines, and its stdout and stderr are
@@ -11,13 +11,19 @@ a log that nobody parses.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
+from sweeps import ranks
 from sweeps.config import Cell, cell_from
 from sweeps.events import Emitter
 from sweeps.isolate import guarded
+
+Emit = Callable[..., None]
 
 
 def cap_device_memory(num_bytes: int) -> None:
@@ -32,11 +38,18 @@ def cap_device_memory(num_bytes: int) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total))
 
 
-def work(cell: Cell, emit: Emitter, rates: Mapping[str, float] | None = None) -> None:
+def work(cell: Cell, emit: Emit, rates: Mapping[str, float] | None = None) -> None:
     """The whole life of one cell. rates: what the engine would otherwise probe."""
-    emit("phase", name="import")
+    say = ranks.heard(emit)
+    say("phase", name="import")
+    with ranks.joined(cell.machine.device, cell.process.timeout_s, emit):
+        _work(cell, say, rates)
+
+
+def _work(cell: Cell, emit: Emit, rates: Mapping[str, float] | None) -> None:
     import torch
 
+    from baselines import distributed
     from baselines.checkpoint import starting_weights
     from baselines.model_check import require_runnable
     from engine import Rates
@@ -63,7 +76,7 @@ def work(cell: Cell, emit: Emitter, rates: Mapping[str, float] | None = None) ->
     emit("phase", name=getattr(system, "setup_phase", "setup"))
     model, room = None, outlook.spare_host_bytes(expected, cell)
     saves = bench.Saves(system, cell.output_dir / f".state-{cell.hash}", room=room)
-    try:
+    with _given_back(system, saves):
         system.setup(starting_weights(spec.model, cell.seed, spec.dtype, spec.device))
         follow = heldout.batches(cell) if cell.measure.heldout_every_window else ()
         given = saves if cell.measure.save else None
@@ -71,14 +84,17 @@ def work(cell: Cell, emit: Emitter, rates: Mapping[str, float] | None = None) ->
             given.reserve()
         bench.measure(system, steps, cell.measure, emit, heldout=follow, saves=given)
         cuda = spec.device.type == "cuda"
+        allocated = distributed.gathered(torch.cuda.max_memory_allocated() if cuda else 0)
+        reserved = distributed.gathered(torch.cuda.max_memory_reserved() if cuda else 0)
         emit(
             "done",
             counters={name: float(v) for name, v in (system.counters() | saves.counters).items()},
-            allocated_bytes=torch.cuda.max_memory_allocated() if cuda else None,
-            reserved_bytes=torch.cuda.max_memory_reserved() if cuda else None,
+            allocated_bytes=max(allocated) if cuda else None,
+            reserved_bytes=max(reserved) if cuda else None,
+            all_allocated_bytes=sum(allocated) if cuda else None,
         )
         if cell.measure.heldout_tokens or asked:
-            model = heldout.trained(system, cell)
+            model = _trained(system, cell)
         if cell.measure.trace:
             path = cell.output_dir / "traces" / f"{cell.hash}-{cell.system}.json"
             if hasattr(system, "record"):
@@ -86,9 +102,8 @@ def work(cell: Cell, emit: Emitter, rates: Mapping[str, float] | None = None) ->
                     system, steps, cell.measure.steps_per_window, path.with_suffix(".timeline.json")
                 )
             bench.trace(system, steps, cell.measure.steps_per_window, path)
-    finally:
-        system.close()
-        saves.remove()
+    if ranks.rank():  # they have no more to say
+        return
     if model is not None and cell.measure.heldout_tokens:  # its device may have had no room before
         emit("heldout", loss=heldout.loss(model, cell))
     if model is not None and asked:
@@ -96,15 +111,43 @@ def work(cell: Cell, emit: Emitter, rates: Mapping[str, float] | None = None) ->
         emit("exact_match", share=share, num_questions=len(asked))
 
 
+@contextlib.contextmanager
+def _given_back(system: Any, saves: Any) -> Iterator[None]:
+    """At the end give back what a system holds; a rank that raises does not, see `ranks.joined`."""
+    try:
+        yield
+    finally:
+        if not (ranks.is_rank() and sys.exception()):
+            system.close()
+            saves.remove()
+
+
+def _trained(system: Any, cell: Cell) -> Any:
+    """The plain model as it was trained; None of the ranks that only give it their part."""
+    from sweeps import heldout
+
+    if not ranks.rank():
+        return heldout.trained(system, cell)
+    for _ in system.parameters():
+        pass
+    return None
+
+
 def main() -> int:
     """Exit code 0 when the cell said `done`, was refused or was invalid; 1 when it failed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--events-fd", type=int, required=True)
+    parser.add_argument("--events-fd", type=_descriptor, required=True)
     emit = Emitter(parser.parse_args().events_fd)
-    config = json.load(sys.stdin)
+    with open("/proc/self/fd/0") as config_file:  # from its beginning, which ranks share
+        config = json.load(config_file)
     rates = config.pop("rates", None)
     cell = cell_from(config)
-    return guarded(lambda: work(cell, emit, rates), emit)
+    return guarded(lambda: work(cell, emit, rates), ranks.naming(emit))
+
+
+def _descriptor(text: str) -> int:
+    """A file descriptor, given as its number or as the path of what it writes to."""
+    return int(text) if text.isdecimal() else os.open(text, os.O_WRONLY)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from baselines.registry import require_known
+from baselines.registry import require_known, require_ranked
 from baselines.system import ModelSpec, Shape, SystemSpec
 from engine import Recipe
 from sweeps.identity import (
@@ -234,8 +234,12 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """How the process that runs a cell is started (conf/process); the system never sees it."""
+    """How the processes that run a cell are started (conf/process)."""
 
+    num_gpus: int = 1
+    """GPUs, each with a process of its own; no row has other than 1 on the CPU."""
+    num_cpu_ranks: int = 1
+    """Processes without a GPU."""
     omp_num_threads: int = 0
     """OMP_NUM_THREADS, and the threads of the engine's AdamW; 0 leaves both to the machine."""
     numactl: str = ""
@@ -246,6 +250,8 @@ class Process:
     """Seconds after which it is killed."""
 
     def __post_init__(self) -> None:
+        _at_least("process.num_gpus", self.num_gpus, 1)
+        _at_least("process.num_cpu_ranks", self.num_cpu_ranks, 1)
         _at_least("process.omp_num_threads", self.omp_num_threads, 0)
         require_numactl(tuple(self.numactl.split()))
         if not self.timeout_s > 0:
@@ -253,6 +259,11 @@ class Process:
                 f"process.timeout_s: got {self.timeout_s}, allowed > 0; give the seconds that one "
                 "cell may take"
             )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that train together; one of the two numbers is 1."""
+        return max(self.num_gpus, self.num_cpu_ranks)
 
     @property
     def wrapper(self) -> tuple[str, ...]:
@@ -311,6 +322,7 @@ class Cell:
             device=torch.device(self.machine.device),
             host_memory=self.machine.host_bytes or host_bytes(),
             device_memory=self.machine.device_bytes,
+            num_ranks=self.process.num_ranks,
             packed=bool(self.data.paths),
             options={**self.options, **self._given()},
             implementation=self.implementation,
@@ -363,6 +375,7 @@ def cell_from(recorded: Mapping[str, Any]) -> Cell:
         config=recorded,
     )
     _check_text(cell)
+    _check_ranks(cell)
     return cell
 
 
@@ -402,6 +415,30 @@ def _check_text(cell: Cell) -> None:
         raise ValueError(
             f"model.config.vocab_size: got {vocab}, allowed >= 256; the text is bytes, so it needs "
             "256 tokens"
+        )
+
+
+def _check_ranks(cell: Cell) -> None:
+    """ValueError, one line, for a number of ranks that the device, the system or the step does not
+    divide into."""
+    on_gpu, num = cell.machine.device == "cuda", cell.process.num_ranks
+    own, other = ("num_gpus", "num_cpu_ranks") if on_gpu else ("num_cpu_ranks", "num_gpus")
+    if (got := getattr(cell.process, other)) > 1:
+        raise ValueError(
+            f"process.{other}: got {got}, allowed 1 with machine.device={cell.machine.device}; "
+            f"give process.{own}"
+        )
+    require_ranked(cell.system, f"process.{own}", num)
+    rows = cell.shape.micro_batch_size
+    if rows % num:
+        raise ValueError(
+            f"process.{own}: got {num}, allowed a divisor of the {rows} sequences of a micro-batch "
+            "(shape.batch_size / num_micro_batches); change one of them"
+        )
+    if num > 1 and cell.measure.save:
+        raise ValueError(
+            f"measure.save: got true with process.{own}={num}, allowed with one process, for "
+            "several write no state; leave one of them out"
         )
 
 

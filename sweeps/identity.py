@@ -38,6 +38,8 @@ IMPLEMENTATION = "implementation"
 """The field of a system that says where its code is, which its name stands for."""
 NEUTRAL = ("num_micro_batches", "omp_num_threads", "huge_pages", "numactl", FALLBACK)
 """Knobs that are as good as not there while they are 0, false or empty."""
+RANKS = ("num_gpus", "num_cpu_ranks")
+"""Fields of process that are as good as not there while they are 1."""
 MOVED = {
     "system.omp_num_threads": "process.omp_num_threads",
     "system.num_threads": "process.omp_num_threads",
@@ -98,7 +100,8 @@ def as_first_written(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config as the first rows would have it, whose digests stand; theirs are that already."""
     if "process" not in config:
         return config
-    moved = {name: value for name, value in config["process"].items() if name in NEUTRAL}
+    asked = (*NEUTRAL, *RANKS)
+    moved = {name: value for name, value in config["process"].items() if name in asked}
     retired = RETIRED.get(config["system"]["name"], {})
     system = {**retired, **moved, **config["system"]}
     return {**config, "data": _text(config["data"]), "system": system}
@@ -142,6 +145,7 @@ def in_force(config: Mapping[str, Any]) -> dict[str, Any]:
     groups = current(config)
     for name in ("system", "process"):
         groups[name] = effective(groups.get(name, {}))
+    groups["process"] = {**dict.fromkeys(RANKS, 1), **groups["process"]}
     if "recipe" in groups:
         groups["recipe"] = dict(groups["recipe"])
         _drop(groups["recipe"], UNDECIDED)
@@ -157,7 +161,9 @@ def effective(system: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in system.items()
-        if name != IMPLEMENTATION and (value or name not in neutral)
+        if name != IMPLEMENTATION
+        and (value or name not in neutral)
+        and (value != 1 or name not in RANKS)
     }
 
 

@@ -40,6 +40,8 @@ class Outcome:
     """Everything the cell said except progress."""
     peak_host_bytes: int | None = None
     peak_host: dict[str, int] = field(default_factory=dict)
+    peak_rank_host_bytes: int | None = None
+    """Of the largest rank, where there are several."""
     peak_device_nvml_bytes: int | None = None
     pace: Pace = field(default_factory=Pace)
     """How the device ran, from the first timed window to the last."""
@@ -52,7 +54,11 @@ class Outcome:
 
     def last(self, name: str) -> Event:
         """The latest event of that name, or an empty one."""
-        return next((event for event in reversed(self.events) if event["event"] == name), {})
+        return next(reversed(self.all(name)), {})
+
+    def all(self, name: str) -> list[Event]:
+        """Every event of that name, in order."""
+        return [event for event in self.events if event["event"] == name]
 
 
 def run_isolated(
@@ -65,11 +71,13 @@ def run_isolated(
     on_event: Callable[[Event], None],
     env: Mapping[str, str] | None = None,
     wrapper: Sequence[str] = (),
+    num_ranks: int = 1,
 ) -> Outcome:
     """Run `python -m module` until it ends or `timeout_s` passed; `config` is JSON on its stdin.
 
     log: where its output goes. wrapper: a command that execs the rest of its command line (numactl,
-    nice). ValueError when the cell says that its configuration is invalid.
+    nice). num_ranks: processes that it starts and that are its children, where there are several.
+    ValueError when the cell says that its configuration is invalid.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     started, outcome = time.monotonic(), Outcome()
@@ -77,12 +85,13 @@ def run_isolated(
         [*wrapper, sys.executable, "-m", module], config, log, {**os.environ, **(env or {})}
     )
     try:
-        sampler = Sampler(kept.pid, device)
+        sampler = Sampler(kept.pid, device, num_ranks=num_ranks)
         outcome.timed_out = _watch(kept, sampler, outcome, on_event, started + timeout_s)
     finally:
         exit_code = kept.end()
     outcome.cell_s = time.monotonic() - started
     outcome.peak_host_bytes, outcome.peak_host = sampler.peak_host_bytes, sampler.peak_host
+    outcome.peak_rank_host_bytes = sampler.peak_rank_bytes
     outcome.peak_device_nvml_bytes = sampler.peak_device_bytes
     outcome.pace = pace(*sampler.spells)
     _judge(outcome, exit_code, timeout_s, log)
@@ -188,12 +197,19 @@ def _take(
 
 
 def _judge(outcome: Outcome, exit_code: int, timeout_s: float, log: Path) -> None:
-    failed, invalid = outcome.last("failed"), outcome.last("invalid")
+    # Where several ranks fail, the later ones do because of the first.
+    failed, invalid = next(iter(outcome.all("failed")), {}), outcome.last("invalid")
     killed = (
-        f"killed after process.timeout_s = {timeout_s:g} s; raise it, or see {log}"
+        f"{_waited_for(outcome)}killed after process.timeout_s = {timeout_s:g} s; raise it, or see "
+        f"{log}"
         if outcome.timed_out
         else ""
     )
+    # One that ended without a word comes before what the others said then.
+    spoke = {event.get("rank") for event in outcome.all("failed")}
+    silent = [event for event in outcome.all("rank_ended") if event["rank"] not in spoke]
+    who = f"rank {silent[0]['rank']}" if silent else "the cell"
+    exit_code = int(silent[0]["exit_code"]) if silent else exit_code
     measured = any(event["event"] == "losses" and event["seconds"] for event in outcome.events)
     if outcome.last("done") and measured:  # what failed later, a trace, costs no number
         later = failed["reason"] if failed else killed
@@ -203,21 +219,32 @@ def _judge(outcome: Outcome, exit_code: int, timeout_s: float, log: Path) -> Non
         )
     elif invalid:
         raise ValueError(invalid["reason"])
-    elif failed:
+    elif failed and not silent:
         outcome.status, outcome.reason = failed["status"], failed["reason"]
     elif outcome.timed_out:
         outcome.status, outcome.reason = "timeout", killed
     elif exit_code == -signal.SIGKILL:
         outcome.status, outcome.reason = (
             "oom_host",
-            "the cell was killed with SIGKILL: out of host memory, or by hand; run again to retry",
+            f"{who} was killed with SIGKILL: out of host memory, or by hand; run again to retry",
         )
     else:
         how = f"exit {exit_code}" if exit_code >= 0 else f"signal {_signal(-exit_code)}"
         outcome.status, outcome.reason = (
             "error",
-            f"the cell ended with {how}: {tail(log)} (all of it in {log})",
+            f"{who} ended with {how}: {tail(log)} (all of it in {log})",
         )
+
+
+def _waited_for(outcome: Outcome) -> str:
+    """Which ranks hung, by how many collectives each had begun when time ran out: fewer than those
+    that waited for it, or it could not say."""
+    said = outcome.all("rank_at")
+    begun = {event["rank"]: event["collectives"] for event in said}
+    num = said[0]["of"] if said else 0
+    late = [rank for rank in range(num) if begun.get(rank, -1) < max(begun.values())]
+    names = " and ".join(f"rank {rank}" for rank in late)
+    return f"{names} of {num} hung, and the others waited for it; " if late else ""
 
 
 def _signal(number: int) -> str:
@@ -260,10 +287,15 @@ def guarded(work: Callable[[], None], emit: Callable[..., None]) -> int:
     try:
         work()
     except Exception as error:
-        import traceback
-
-        traceback.print_exc()  # into the cell's log
-        status, reason = verdict(error)
-        emit("failed", status=status, reason=reason)
+        report(error, emit)
         return 1
     return 0
+
+
+def report(error: Exception, emit: Callable[..., None]) -> None:
+    """Say what was raised: a verdict, and in the cell's log where."""
+    import traceback
+
+    traceback.print_exception(error)
+    status, reason = verdict(error)
+    emit("failed", status=status, reason=reason)

@@ -12,6 +12,8 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
@@ -52,8 +54,12 @@ THROTTLE_REASONS = (
 def pss(pid: int) -> dict[str, int]:
     """Proportional set size of `pid` and its descendants, bytes by kind and in total (`Pss`); {}
     once the process has ended."""
+    return _own_pss(_tree(pid))
+
+
+def _own_pss(pids: Sequence[int]) -> dict[str, int]:
     total: dict[str, int] = {}
-    for process in _tree(pid):
+    for process in pids:
         with contextlib.suppress(OSError):  # a process may end between the listing and the read
             for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
                 name, _, rest = line.partition(":")
@@ -184,11 +190,11 @@ class NoDevice:
 
 
 class Nvml:
-    """The first visible device, through NVML. Samples of a cell do not count the bytes that others
-    held before it."""
+    """One visible device, the first unless it is told, through NVML. Samples of a cell do not count
+    the bytes that others held before it."""
 
-    def __init__(self) -> None:
-        self._nvml, self._handle = nvml_device()
+    def __init__(self, number: int = 0) -> None:
+        self._nvml, self._handle = nvml_device(number)
         self._before = self._used()
 
     def _used(self) -> int:
@@ -251,28 +257,63 @@ class Nvml:
         )
 
 
-def nvml_device() -> tuple[Any, Any]:
-    """(pynvml, handle of the first visible device); RuntimeError where there is none."""
+class Several:
+    """The devices of several ranks: the most that one of them holds, energy of all."""
+
+    def __init__(self, devices: Sequence[DeviceSampler]) -> None:
+        self._devices = devices
+
+    def look(self) -> Look | None:
+        """Mean clock, energy in sum, every reason that holds one of them down."""
+        looks = [look for device in self._devices if (look := device.look()) is not None]
+        if not looks:
+            return None
+        clocks = [look.sm_mhz for look in looks if look.sm_mhz is not None]
+        energies = [look.energy_mj for look in looks if look.energy_mj is not None]
+        bits = [look.reasons for look in looks if look.reasons is not None]
+        return Look(
+            at_s=looks[0].at_s,
+            sm_mhz=round(fmean(clocks)) if clocks else None,
+            energy_mj=sum(energies) if len(energies) == len(looks) else None,
+            reasons=reduce(or_, bits) if bits else None,
+        )
+
+    def sample(self, pid: int) -> int | None:
+        """Bytes that the process tree of `pid` uses of the device that it uses most of."""
+        found = [device.sample(pid) for device in self._devices]
+        return max((one for one in found if one is not None), default=None)
+
+    def crowd(self) -> Crowd | None:
+        """Who is on the first of them that is not free."""
+        found = [device.crowd() for device in self._devices]
+        return next((one for one in found if one is not None), None)
+
+
+def nvml_device(number: int = 0) -> tuple[Any, Any]:
+    """(pynvml, handle of a visible device, the first unless told); RuntimeError where there is
+    none."""
     try:
         import pynvml
     except ImportError:
         raise RuntimeError("nvidia-ml-py is not installed") from None
     try:
         pynvml.nvmlInit()
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+        named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        visible = named[number].strip() if number < len(named) else ""
         if visible.startswith(("GPU-", "MIG-")):
             return pynvml, pynvml.nvmlDeviceGetHandleByUUID(visible)
-        return pynvml, pynvml.nvmlDeviceGetHandleByIndex(int(visible) if visible.isdigit() else 0)
+        index = int(visible) if visible.isdigit() else number
+        return pynvml, pynvml.nvmlDeviceGetHandleByIndex(index)
     except pynvml.NVMLError as error:
         raise RuntimeError(f"no NVIDIA device: {error}") from None
 
 
-def device_sampler(device: str) -> DeviceSampler:
-    """NVML for a CUDA cell, otherwise the stand-in."""
+def device_sampler(device: str, num_gpus: int = 1) -> DeviceSampler:
+    """NVML for a CUDA cell, of all its GPUs, otherwise the stand-in."""
     if device != "cuda":
         return NoDevice()
     try:
-        return Nvml()
+        return Nvml() if num_gpus == 1 else Several([Nvml(number) for number in range(num_gpus)])
     except RuntimeError:
         return NoDevice()
 
@@ -281,15 +322,20 @@ class Sampler:
     """Peak memory of one process tree, and what the device did meanwhile. Call `poll` often: it
     samples when a sample is due."""
 
-    def __init__(self, pid: int, device: DeviceSampler, interval_s: float = 0.1) -> None:
+    def __init__(
+        self, pid: int, device: DeviceSampler, interval_s: float = 0.1, *, num_ranks: int = 1
+    ) -> None:
+        """num_ranks: of several, which are the children of `pid`, the largest is known too."""
         self.peak_host: dict[str, int] = {}
         """Bytes by kind at the moment of the largest total."""
         self.peak_host_bytes: int | None = None
+        self.peak_rank_bytes: int | None = None
         self.peak_device_bytes: int | None = None
         self.spells: list[list[Look]] = []
         """What was seen from each `watch_pace` to its end."""
         self._pid, self._device, self._interval_s, self._due = pid, device, interval_s, 0.0
         self._watching, self._look_due, self._rapl = False, 0.0, Rapl()
+        self._num_ranks = num_ranks
 
     def hurry(self) -> None:
         """Take the next sample at the next `poll`: the process has reached its full size, and a
@@ -323,7 +369,7 @@ class Sampler:
         started = time.monotonic()
         if started < self._due:
             return None
-        host, device = pss(self._pid), self._device.sample(self._pid)
+        host, device = self._host(), self._device.sample(self._pid)
         if host.get("Pss", 0) > (self.peak_host_bytes or 0):
             self.peak_host_bytes = host["Pss"]
             self.peak_host = {kind.lower() + "_bytes": host.get(kind, 0) for kind in KINDS}
@@ -332,6 +378,19 @@ class Sampler:
         finished = time.monotonic()
         self._due = finished + max(self._interval_s, BACKOFF * (finished - started))
         return {"host_bytes": host.get("Pss"), "device_bytes": device}
+
+    def _host(self) -> dict[str, int]:
+        """As `pss`; the largest rank is noted."""
+        if self._num_ranks == 1:
+            return pss(self._pid)
+        children: list[psutil.Process] = []
+        with contextlib.suppress(psutil.Error):
+            children = psutil.Process(self._pid).children()
+        ranks = [pss(child.pid) for child in children]
+        largest = max((rank.get("Pss", 0) for rank in ranks), default=0)
+        self.peak_rank_bytes = max(largest, self.peak_rank_bytes or 0)
+        every = [_own_pss([self._pid]), *ranks]
+        return {name: sum(one.get(name, 0) for one in every) for one in every for name in one}
 
 
 def _cgroup_limits() -> Iterator[int]:

@@ -119,11 +119,11 @@ def outlook_of(system: Any, cell: Cell) -> Outlook:
 
 
 def spare_host_bytes(outlook: Outlook, cell: Cell) -> int:
-    """Host memory that the plan leaves, but for SPARE of it all."""
+    """Host memory that the plan of every rank leaves, but for SPARE of it all."""
     plan, spec = outlook.plan, cell.spec()
     needed: int = sum(plan["host"].values())
     needed += sum(plan["device"].values()) if spec.device.type == "cpu" else 0
-    return max(0, int((spec.host_memory or 0) * (1 - SPARE)) - needed)
+    return max(0, int((spec.host_memory or 0) * (1 - SPARE)) - needed * spec.num_ranks)
 
 
 def _prediction(engine: MegaTrain, cell: Cell) -> dict[str, Any]:
@@ -139,10 +139,11 @@ def _prediction(engine: MegaTrain, cell: Cell) -> dict[str, Any]:
 def refusal_of(plan: Plan, cell: Cell, share: float = 1.0) -> str | None:
     """Why the plan has no room in that share of the machine, one line; None where it has.
 
-    On the CPU both parts of the plan are host memory.
+    On the CPU both parts of the plan are host memory. Ranks share the host.
     """
     device, machine = cell.machine.device, environment.machine(cell.machine, None)
     host = plan.host_bytes + (plan.device_bytes if device == "cpu" else 0)
+    host *= cell.process.num_ranks
     needs = [("host", host)]
     if device != "cpu":
         needs.insert(0, ("device", plan.device_bytes))

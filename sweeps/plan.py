@@ -189,14 +189,16 @@ def report(cell: Cell, machine: Machine | None) -> list[str]:
     system = built(cell, machine=machine)
     outlook, has = outlook_of(system, cell), environment.machine(cell.machine, None)
     num_params: int = outlook.events[0]["num_params"]
+    num = cell.process.num_ranks
+    host = {kind: num * size for kind, size in outlook.plan["host"].items()}
     lines = [
         _title(cell, num_params),
         "",
-        "device, GB",
+        f"device, GB{' a rank' if num > 1 else ''}",
         *memory_lines(outlook.plan["device"], has["device_bytes"]),
         "",
-        "host, GB",
-        *memory_lines(outlook.plan["host"], has["host_bytes"]),
+        f"host, GB{f' of {num} ranks' if num > 1 else ''}",
+        *memory_lines(host, has["host_bytes"]),
     ]
     if isinstance(system, MegaTrain):
         lines += ["", "placement", *layer_map(system)]

@@ -55,6 +55,9 @@ class Row:
     batch_size: int
     seq_len: int
     num_micro_batches: int
+    num_ranks: int = 1
+    """Processes that trained together, each on a device of its own and on its part of every
+    micro-batch; counters are rank 0's. 1 in older rows."""
     status: str
     reason: str = ""
     """One line: why the status is not ok, or what is to be known of a measured row."""
@@ -106,7 +109,9 @@ class Row:
     """What the system does otherwise than the recipe asks, one line; None for the others and in
     rows older than the field."""
     peak_device_bytes: int | None = None
-    """Peak of torch's allocator (allocated, not reserved)."""
+    """Peak of torch's allocator (allocated, not reserved); of several ranks the largest."""
+    all_device_bytes: int | None = None
+    """The sum of these peaks over several ranks; None of one, and in older rows."""
     device_bytes: dict[str, int] = field(default_factory=dict)
     """Device peaks as each observer saw them: allocated, reserved (torch), nvml (sampled from
     outside the process)."""
@@ -125,17 +130,20 @@ class Row:
     """Mean power of the host's processors and their memory over them, by their own count of
     energy."""
     peak_host_bytes: int | None = None
-    """Peak PSS of the cell's process tree, sampled from outside it (pinned pages included)."""
+    """Peak PSS of the cell's process tree, all ranks in it, sampled from outside it (pinned pages
+    included)."""
+    rank_host_bytes: int | None = None
+    """The same of the largest rank alone; None of one, and in older rows."""
     host_bytes: dict[str, int] = field(default_factory=dict)
     """peak_host_bytes by what the kernel calls it: pss_anon_bytes, pss_file_bytes,
     pss_shmem_bytes."""
     host_split: dict[str, int] = field(default_factory=dict)
     """peak_host_bytes by what it is for (`host_split`), of a measured cell; empty in older rows."""
     plan: dict[str, Any] = field(default_factory=dict)
-    """{"device": {kind: bytes}, "host": {kind: bytes}} as predicted before the run; where a system
-    predicts its step, also step_s (steady), window_step_s (as the windows measure it, drains
-    included) and the rates (a second) they follow from. placement: where a system chose or was told
-    what goes where, numbers of blocks and layers."""
+    """{"device": {kind: bytes}, "host": {kind: bytes}} of one rank as predicted before the run;
+    where a system predicts its step, also step_s (steady), window_step_s (as the windows measure
+    it, drains included) and the rates (a second) they follow from. placement: where a system chose
+    or was told what goes where, numbers of blocks and layers."""
     counters: dict[str, float] = field(default_factory=dict)
     """What the system counted over all steps."""
     window_counters: list[dict[str, float]] = field(default_factory=list)
@@ -308,7 +316,7 @@ def _is_text(line: bytes, record: Any) -> bool:
 
 
 def host_split(
-    plan: Mapping[str, Any], peak_host_bytes: int | None, *, on_gpu: bool
+    plan: Mapping[str, Any], peak_host_bytes: int | None, *, on_gpu: bool, num_ranks: int = 1
 ) -> dict[str, int]:
     """The observed host peak by kind: weights, master, moments, gradients as planned, staging, and
     other; {} without a peak.
@@ -316,7 +324,7 @@ def host_split(
     staging: whatever else the plan names (pinned copies, activations). other: the observed peak,
     seen from outside the process, less all of these: libraries, CUDA context, allocator. It is
     negative where a plan names more than was touched. Without a GPU the host holds both shares of
-    the plan.
+    the plan. Of several ranks it is all of theirs.
     """
     if peak_host_bytes is None or not (plan.get("host") or plan.get("device")):
         return {}
@@ -324,7 +332,7 @@ def host_split(
     for share in ("host",) if on_gpu else ("host", "device"):
         for kind, size in plan.get(share, {}).items():
             if kind != "other":
-                split[kind if kind in split else "staging"] += size
+                split[kind if kind in split else "staging"] += num_ranks * size
     return split | {"other": peak_host_bytes - sum(split.values())}
 
 

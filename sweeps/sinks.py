@@ -103,10 +103,12 @@ class Console:
     def start(self) -> None:
         """Show which cell."""
         cell, self._started = self._cell, time.monotonic()
+        num = cell.process.num_ranks
+        where = cell.machine.device + (f", {num} ranks" if num > 1 else "")
         self._terminal.print(
             f"{self._label} {cell.system}: {cell.model.name} {cell.dtype}, {cell.shape.batch_size} "
             "x "
-            f"{cell.shape.seq_len} tokens, {cell.measure.num_steps} steps on {cell.machine.device}"
+            f"{cell.shape.seq_len} tokens, {cell.measure.num_steps} steps on {where}"
         )
         if self._terminal.is_terminal:
             columns = SpinnerColumn(), BarColumn(bar_width=24), TextColumn("{task.description}")

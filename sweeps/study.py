@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sweeps import ceilings, environment, lock
+from sweeps import ceilings, environment, lock, ranks
 from sweeps.agreement import compared
 from sweeps.config import Cell
 from sweeps.identity import hashed, published, relabelled
@@ -139,22 +139,25 @@ def _run(
 ) -> tuple[Outcome, dict[str, Any]]:
     """What became of the cell in a process of its own, and the machine that it ran on."""
     log = cell.output_dir / "logs" / f"{cell.system}-{cell.hash}.log"
-    device = device_sampler(cell.machine.device)
+    device = device_sampler(cell.machine.device, cell.process.num_gpus)
     if (crowd := device.crowd()) is not None:
         print(f"  machine.device: {crowd}", flush=True)
     peaks = ceilings.cached_peaks(cell.output_dir, cell.machine.device)
     rates, left_s = known_rates(cell, rows), deadline - time.monotonic()
+    timeout_s = min(left_s, cell.process.timeout_s)
     try:
-        outcome = run_isolated(
-            "sweeps.cell",
-            {**cell.config, **({"rates": rates} if rates else {})},
-            log=log,
-            timeout_s=min(left_s, cell.process.timeout_s),
-            device=device,
-            on_event=on_event,
-            env=environment.cell_variables(cell.process),
-            wrapper=cell.process.wrapper,
-        )
+        with ranks.started(cell.process.num_ranks, timeout_s) as (module, variables):
+            outcome = run_isolated(
+                module,
+                {**cell.config, **({"rates": rates} if rates else {})},
+                log=log,
+                timeout_s=timeout_s,
+                device=device,
+                on_event=on_event,
+                env=variables | environment.cell_variables(cell.process),
+                wrapper=cell.process.wrapper,
+                num_ranks=cell.process.num_ranks,
+            )
     except ValueError:
         log.unlink(missing_ok=True)
         raise
@@ -224,8 +227,9 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
     )
     preset = cell.options.get("preset")
     on_gpu = cell.machine.device == "cuda"
-    peak = outcome.peak_host_bytes
-    split = host_split(plan.get("plan", {}), peak, on_gpu=on_gpu) if measured else {}
+    peak, num_gpus = outcome.peak_host_bytes, cell.process.num_gpus
+    num = cell.process.num_ranks
+    split = host_split(plan.get("plan", {}), peak, on_gpu=on_gpu, num_ranks=num)
     return Row(
         experiment=cell.experiment,
         cell=cell.hash,
@@ -243,9 +247,9 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
         tflops_6p=tflops.get("6p"),
         tflops_6p_causal=tflops.get("6p_causal"),
         tflops_paper=tflops.get("paper"),
-        mfu=_ratio(tflops.get("6p"), machine.get("matrix_peak_tflops")),
-        mfu_sustained=_ratio(tflops.get("6p"), machine.get("matrix_sustained_tflops")),
-        mfu_datasheet=_ratio(tflops.get("6p"), machine.get("datasheet_tflops")),
+        mfu=_ratio(tflops.get("6p"), machine.get("matrix_peak_tflops"), num_gpus),
+        mfu_sustained=_ratio(tflops.get("6p"), machine.get("matrix_sustained_tflops"), num_gpus),
+        mfu_datasheet=_ratio(tflops.get("6p"), machine.get("datasheet_tflops"), num_gpus),
         losses=[loss for event in read for loss in event["losses"]],
         gradient_norms=[norm for event in read for norm in event.get("gradient_norms") or []],
         heldout_loss=outcome.last("heldout").get("loss") if measured else None,
@@ -258,9 +262,12 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
         device_bytes={kind: value for kind, value in memory.items() if value is not None},
         crowd_device_bytes=outcome.crowd_device_bytes,
         **dataclasses.asdict(outcome.pace),
+        num_ranks=num,
+        all_device_bytes=done.get("all_allocated_bytes") if num > 1 else None,
         peak_host_bytes=peak,
+        rank_host_bytes=outcome.peak_rank_host_bytes,
         host_bytes=outcome.peak_host,
-        host_split=split,
+        host_split=split if measured else {},
         plan=plan.get("plan", {}) | predicted.get("prediction", {}),
         counters=dict(done.get("counters", {})),
         window_counters=[dict(item.get("counters", {})) for item in windows if measured],
@@ -291,8 +298,9 @@ def _tflops(flops_per_token: Mapping[str, float | None], speed: float | None) ->
     return {} if speed is None else {name: flops * speed / 1e12 for name, flops in known.items()}
 
 
-def _ratio(tflops: float | None, peak: float | None) -> float | None:
-    return tflops / peak if tflops and peak else None
+def _ratio(tflops: float | None, peak: float | None, num_gpus: int) -> float | None:
+    """peak: of one GPU."""
+    return tflops / (peak * num_gpus) if tflops and peak else None
 
 
 def _stopped(cell: Cell, num_windows: int) -> str:

@@ -101,6 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with stop.heard():
             require_overrides(argv)
             cell, train = compose_train(argv)
+            require_one_process(cell)
             start_anew(cell, argv)
             return _held(cell, train, began, stop)
     except KeyboardInterrupt as interrupt:
@@ -163,6 +164,15 @@ def require_overrides(argv: Sequence[str]) -> None:
     for item in argv:
         if item.startswith("-"):
             raise ValueError(f"command line: got {item}, allowed key=value and --help; correct it")
+
+
+def require_one_process(cell: Cell) -> None:
+    """ValueError, one line, for a run on several ranks."""
+    if (num := cell.process.num_ranks) > 1:
+        name = "num_gpus" if cell.machine.device == "cuda" else "num_cpu_ranks"
+        raise ValueError(
+            f"process.{name}: got {num}, allowed 1, for a run trains in one process; leave it out"
+        )
 
 
 def start_anew(cell: Cell, argv: Sequence[str]) -> None:

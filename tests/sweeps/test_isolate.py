@@ -394,7 +394,7 @@ def test_memory_that_ran_out_beside_others_is_tried_again(
     (cell,) = command_of(["model=tiny", "logging=none", f"output_dir={tmp_path}"]).cells
     monkeypatch.setattr(memory, "PATIENCE_S", 0.0)
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(used))
-    monkeypatch.setattr(study, "device_sampler", lambda device: memory.Nvml())
+    monkeypatch.setattr(study, "device_sampler", lambda *_: memory.Nvml())
     losses = {"event": "losses", "losses": [1.0], "seconds": 1.0, "num_tokens": 18}
     outcome = Outcome(
         status=status, reason="" if status == "ok" else "CUDA out of memory", events=[losses]

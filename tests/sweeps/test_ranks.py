@@ -1,0 +1,277 @@
+"""A cell of several ranks: what becomes of it when one of them dies, hangs or has no memory, what it
+measures, what it is known by, and which numbers are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from sweeps import auto, ranks, train
+from sweeps.command import command_of
+from sweeps.config import cell_from
+from sweeps.identity import digest, hashed, in_force
+from sweeps.isolate import Outcome, run_isolated
+from sweeps.memory import Look, NoDevice, Several
+from sweeps.outlook import refusal_of
+from sweeps.result import read_rows
+from sweeps.rows import Rows
+from sweeps.study import run_cell
+from tests.sweeps.test_config import composed
+from tests.sweeps.test_isolate import isolated, says
+
+pytestmark = pytest.mark.slow
+
+RANK = """
+import os, signal, sys, time
+from sweeps import ranks
+from sweeps.events import Emitter
+from sweeps.isolate import guarded
+
+def work():
+    import torch
+    import torch.distributed as dist
+    with ranks.joined("cpu", 60.0, emit):
+        say("phase", name="setup")
+        at(0)
+        for step in (1, 2):
+            dist.all_reduce(torch.ones(1))
+            at(step)
+        dist.all_reduce(torch.ones(1))
+        say("losses", first_step=0, losses=[1.0], seconds=1.0, num_tokens=9, counters={})
+        say("done", counters={}, allocated_bytes=None, reserved_bytes=None)
+
+def at(step):
+    if (ranks.rank(), step) == (%d, %d):
+        %s
+
+emit = Emitter(os.open(sys.argv[2], os.O_WRONLY))
+say = ranks.heard(emit)
+sys.exit(guarded(work, ranks.naming(emit)))
+"""
+"""A rank that joins the others, trains two steps, and does something in one of them."""
+
+
+def ran(tmp_path: Path, rank: int, step: int, does: str, timeout_s: float = 60.0) -> Outcome:
+    """What becomes of two such ranks, under the launcher that cells have."""
+    (tmp_path / "fake_rank.py").write_text(RANK % (rank, step, does))
+    path = os.pathsep.join((str(tmp_path), *sys.path))
+    with ranks.started(2, timeout_s, "fake_rank") as (module, variables):
+        folder = Path(variables["TMPDIR"])
+        outcome = run_isolated(
+            module,
+            {"process": {"num_gpus": 1, "num_cpu_ranks": 2}},
+            log=tmp_path / "log",
+            timeout_s=timeout_s,
+            device=NoDevice(),
+            on_event=lambda event: None,
+            env={**variables, "PYTHONPATH": path},
+            num_ranks=2,
+        )
+    assert not folder.exists()
+    assert not psutil.Process().children(recursive=True), "no process is left behind"
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("rank", "step", "does", "status", "reason"),
+    [
+        (
+            1,
+            0,
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            "oom_host",
+            "rank 1 was killed with SIGKILL",
+        ),
+        (
+            0,
+            2,
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            "oom_host",
+            "rank 0 was killed with SIGKILL",
+        ),
+        (
+            1,
+            1,
+            "raise torch.OutOfMemoryError('CUDA out of memory')",
+            "oom_device",
+            "rank 1: CUDA out of memory",
+        ),
+    ],
+    ids=["killed-in-setup", "killed-in-a-step", "no-memory"],
+)
+def test_a_rank_that_ends_is_the_cells_status(
+    rank: int, step: int, does: str, status: str, reason: str, tmp_path: Path
+) -> None:
+    does = does.replace("raise torch.", "import torch; raise torch.")
+    outcome = ran(tmp_path, rank, step, does)
+    assert (outcome.status, outcome.timed_out) == (status, False)
+    assert outcome.reason.startswith(reason), outcome.reason
+    assert "\n" not in outcome.reason
+
+
+def test_who_ended_without_a_word_was_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the others raise then comes of it; of those that spoke the first counts."""
+    words = {"event": "failed", "status": "error", "reason": "rank 0: no peer", "rank": 0}
+    first = {**words, "status": "oom_device", "reason": "rank 1: full", "rank": 1}
+    ended = [{"event": "rank_ended", "rank": number, "exit_code": code} for number, code in ENDS]
+    body = f"print('last words'); {says(words, *ended)}; sys.exit(1)"
+    outcome = isolated(tmp_path, monkeypatch, body)
+    assert outcome.status == "error"
+    assert outcome.reason.startswith("rank 1 ended with exit 3: last words (all of it in ")
+    outcome = isolated(tmp_path, monkeypatch, f"{says(first, words, *ended)}; sys.exit(1)")
+    assert (outcome.status, outcome.reason) == ("oom_device", "rank 1: full")
+
+
+ENDS = ((0, 1), (1, 3))
+"""Ranks and their exit codes."""
+
+
+def test_a_rank_that_hangs_is_named_when_time_is_up(tmp_path: Path) -> None:
+    outcome = ran(tmp_path, 1, 1, "time.sleep(600)", timeout_s=20.0)
+    assert (outcome.status, outcome.timed_out) == ("timeout", True)
+    assert outcome.reason.startswith(
+        "rank 1 of 2 hung, and the others waited for it; killed after process.timeout_s = 20 s"
+    ), outcome.reason
+
+
+def test_a_cell_is_trained_on_two_ranks_as_on_one(tmp_path: Path) -> None:
+    """One row, of the whole batch's losses and norms; a cell follows one whose rank was killed."""
+    auto.register()
+    asked = [
+        "model=tiny",
+        "system=in_memory",
+        "shape=quick",
+        "measure=brief",
+        "logging=none",
+        "measure.heldout_tokens=128",
+        "machine.device=cpu",
+        "model.config.num_hidden_layers=1",
+        f"output_dir={tmp_path}",
+    ]
+    cells = [command_of([*asked, f"process.num_cpu_ranks={num}"]).cells[0] for num in (1, 2)]
+    one, two = (run_cell(cell, "", Rows()) for cell in cells)
+    assert [row.status for row in (two, one)] == ["ok", "ok"], (two.reason, one.reason)
+    assert two.agrees
+    assert two.max_loss_difference, "with the row of one rank, not with itself"
+    assert two.losses == pytest.approx(one.losses, abs=2e-3)
+    assert two.gradient_norms == pytest.approx(one.gradient_norms, rel=2e-2)
+    assert two.heldout_loss == pytest.approx(one.heldout_loss, abs=2e-2)
+    assert (two.num_ranks, one.num_ranks, one.rank_host_bytes) == (2, 1, None)
+    assert two.tokens_per_s is not None
+    assert 0 < (two.rank_host_bytes or 0) < (two.peak_host_bytes or 0)
+    assert read_rows(tmp_path / "rows.jsonl") == [one, two]
+
+
+def test_one_rank_is_the_cell_that_it_was_and_more_are_others() -> None:
+    alone, two = composed("system=zero3"), composed("system=zero3", "process.num_cpu_ranks=2")
+    config = {**alone.config, "process": dict(alone.config["process"])}
+    for name in ("num_gpus", "num_cpu_ranks"):
+        del config["process"][name]
+    assert digest(hashed(config)) == alone.hash != two.hash
+    assert in_force(config) == in_force(alone.config) != in_force(two.config)
+    assert two.spec().num_ranks == 2
+
+
+TWO = ("system=zero3", "process.num_cpu_ranks=2")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("system=zero3", "process.num_cpu_ranks=3"),
+            "process.num_cpu_ranks: got 3, allowed a divisor of the 2 sequences of a micro-batch "
+            "(shape.batch_size / num_micro_batches); change one of them",
+        ),
+        (
+            (*TWO, "shape.num_micro_batches=2"),
+            "process.num_cpu_ranks: got 2, allowed a divisor of the 1 sequences",
+        ),
+        (
+            ("system=megatrain", "process.num_cpu_ranks=2"),
+            "process.num_cpu_ranks: got 2, allowed 1 with system megatrain, which trains in one "
+            "process; leave it out or choose among in_memory, zero3, zero2, fsdp2",
+        ),
+        (
+            ("system=zero3", "process.num_gpus=2"),
+            "process.num_gpus: got 2, allowed 1 with machine.device=cpu; give "
+            "process.num_cpu_ranks",
+        ),
+        ((*TWO, "measure.save=true"), "measure.save: got true with process.num_cpu_ranks=2"),
+        (("process.num_gpus=0",), "process.num_gpus: got 0, allowed >= 1; give a larger number"),
+        (("process.num_cpu_ranks=-1",), "process.num_cpu_ranks: got -1, allowed >= 1"),
+        (("process.num_gpus=two",), "process.num_gpus: got 'two', allowed a value of type int"),
+        (("process.num_gpus=1.5",), "process.num_gpus: got 1.5, allowed a value of type int"),
+        (("process.num_gpus=true",), "process.num_gpus: got True, allowed a value of type int"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, tuple) else "",
+)
+def test_a_number_of_ranks_that_cannot_be_is_one_line(
+    overrides: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}") as error:
+        composed("shape=quick", *overrides)
+    assert "\n" not in str(error.value)
+
+
+def test_a_machine_with_fewer_gpus_or_other_processes_refuses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(auto, "device", lambda: "cuda")
+    said = r"^process.num_gpus: got 8, allowed 1 to 4, the GPUs that torch sees here; give fewer$"
+    with pytest.raises(ValueError, match=said):
+        composed("system=zero3", "machine.device=cuda", "shape=b32x1024", "process.num_gpus=8")
+    asked = composed("system=zero3", "machine.device=cuda", "shape=b32x1024", "process.num_gpus=4")
+    assert asked.spec().num_ranks == 4
+    said = "process.num_cpu_ranks: got 2, allowed 1 with machine.device=cuda; give process.num_gpus"
+    with pytest.raises(ValueError, match=said):
+        composed("system=zero3", "machine.device=cuda", "process.num_cpu_ranks=2")
+
+
+def test_a_run_of_days_is_of_one_process() -> None:
+    said = "process.num_cpu_ranks: got 2, allowed 1, for a run trains in one process; leave it out"
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        train.require_one_process(composed(*TWO))
+    train.require_one_process(composed())
+
+
+def test_ranks_share_the_host() -> None:
+    """What each plans to hold there counts as often as there are ranks."""
+    from baselines.registry import build
+
+    cells = [composed("system=zero3", f"process.num_cpu_ranks={num}") for num in (1, 2)]
+    plans = [build(cell.system, cell.spec()).plan() for cell in cells]
+    config = {**cells[1].config}
+    room = plans[1].host_bytes + plans[1].device_bytes
+    for has, fits in ((2 * room, True), (2 * room - 1, False)):
+        config["machine"] = {**config["machine"], "host_bytes": has}
+        assert (refusal_of(plans[1], cell_from(config)) is None) is fits
+
+
+def test_the_devices_of_ranks_are_looked_at_together() -> None:
+    class Device(NoDevice):
+        def __init__(self, used: int) -> None:
+            self.used = used
+
+        def look(self) -> Look:
+            return Look(at_s=1.0, sm_mhz=self.used, energy_mj=5 * self.used, reasons=self.used)
+
+        def sample(self, pid: int) -> int:
+            return self.used
+
+    devices = Several([Device(1000), Device(2000)])
+    assert devices.sample(1) == 2000
+    assert devices.look() == Look(at_s=1.0, sm_mhz=1500, energy_mj=15000, reasons=1000 | 2000)
+    assert devices.crowd() is None
+    silent = dataclasses.replace(devices.look() or Look(0, None, None, None), host_j=None)
+    assert silent.sm_mhz == 1500
