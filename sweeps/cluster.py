@@ -51,7 +51,6 @@ class Submission:
     """The launcher's fields."""
     argv: Sequence[str]
     """What the job gives sweeps.run."""
-    num_cells: int
     rows: Sequence[Path]
     """Files that it adds rows to."""
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -42,6 +43,7 @@ OURS = ("hydra.mode", "hydra.sweeper.params", "hydra.sweeper.max_batch_size")
 """Settings of Hydra that a sweep here follows; with any other one Hydra runs the cells."""
 LAUNCHER = ("hydra/launcher=", "hydra.launcher.")
 """How an override begins that says where a command runs, and not what."""
+GPUS = "process.num_gpus="
 SWITCHES = (
     ("--help", "-h"),
     ("--hydra-help",),
@@ -132,16 +134,18 @@ def _composed(args: argparse.Namespace, argv: list[str]) -> Command:
 
 
 def _submitted(kind: str, base: DictConfig, args: argparse.Namespace, argv: list[str]) -> Command:
-    """The same command as a job, its cells checked here already."""
+    """The same command as a job, its cells checked here already, as far as they can be: a machine
+    that jobs are submitted on may have no GPU."""
     launcher = fields_of(base.hydra.launcher, base.machine.host_bytes)
     args.overrides = [item for item in args.overrides if not item.lstrip("+").startswith(LAUNCHER)]
     argv = [item for item in argv if not item.lstrip("+").startswith(LAUNCHER)]
+    if not torch.cuda.is_available():
+        args.overrides = [item for item in args.overrides if not item.startswith(GPUS)]
     command = _composed(args, argv)
     submission = Submission(
         kind=kind,
         launcher=launcher,
         argv=argv,
-        num_cells=len(command.cells),
         rows=list(dict.fromkeys(cell.rows_path for cell in command.cells)),
     )
     if base.get("time_limit_s") is None and command.cells:

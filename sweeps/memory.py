@@ -283,6 +283,12 @@ class Several:
         found = [device.sample(pid) for device in self._devices]
         return max((one for one in found if one is not None), default=None)
 
+    def power_limit(self) -> float | None:
+        """Watts that all may draw."""
+        found = [device.power_limit() for device in self._devices]
+        known = [watts for watts in found if watts is not None]
+        return sum(known) if len(known) == len(found) else None
+
     def crowd(self) -> Crowd | None:
         """Who is on the first of them that is not free."""
         found = [device.crowd() for device in self._devices]

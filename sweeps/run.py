@@ -75,8 +75,8 @@ def _job(cfg: DictConfig, session: Session) -> float:
 def _submit(submission: Submission) -> int:
     job = submission.submit()
     print(
-        f"job {job.job_id}: {submission.num_cells} cells, {submission.limit_s / 60:.0f} minutes a "
-        f"start; it says in {job.paths.stdout} what it does",
+        f"job {job.job_id}: {submission.limit_s / 60:.0f} minutes a start; it says in "
+        f"{job.paths.stdout} what it does",
         flush=True,
     )
     return 0
