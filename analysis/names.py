@@ -83,10 +83,8 @@ VALUES: dict[str, dict[Any, str]] = {
 
 def throttled(reasons: Any) -> str:
     """`power 80%`: what held the clock down, for which share of the time; nothing where unknown."""
-    shares: dict[str, float] = {}
-    for reason, share in (reasons if isinstance(reasons, dict) else {}).items():
-        if word := THROTTLES.get(reason):
-            shares[word] = max(share, shares.get(word, 0.0))
+    known = pd.Series(reasons if isinstance(reasons, dict) else {}, dtype=float)
+    shares = known.groupby(pd.Series(THROTTLES), sort=False).max()
     return ", ".join(f"{word} {share:.0%}" for word, share in shares.items())
 
 
@@ -150,13 +148,10 @@ def value(path: str, given: Any) -> str:
 
 def machine(details: dict[str, Any]) -> str:
     """`one H200, 64 cores, 550 GB of host memory`: decimal GB, as everywhere."""
-    gpu, host = details.get("gpu"), details.get("host_bytes")
-    parts = [
-        f"one {str(gpu).split()[-1]}" if gpu else "no GPU",
-        f"{details.get('num_cores')} cores",
-        f"{host / 1e9:.0f} GB of host memory" if host else "",
-    ]
-    return ", ".join(filter(None, parts))
+    gpu = f"one {details['gpu'].split()[-1]}" if details.get("gpu") else "no GPU"
+    host = details.get("host_bytes")
+    told = f", {host / 1e9:.0f} GB of host memory" if host else ""
+    return f"{gpu}, {details.get('num_cores')} cores{told}"
 
 
 def work(lines: pd.DataFrame) -> str:

@@ -37,21 +37,22 @@ def pages(lines: pd.DataFrame, results: Path = record.RESULTS) -> Iterator[tuple
 
 def index(lines: pd.DataFrame, results: Path) -> str:
     """What was asked, and what the rows answer, a line a study."""
-    told = []
-    for study, mine in studies.shown(lines):
-        lead = studies.leading(study, mine)
-        told.append(
-            {
-                "study": f"[{study.title}]({study.name}/README.md)",
-                "answer": answers.answer(study, mine).sentence,
-                "machine": names.machine(lead.iloc[0]["machine_details"]),
-                "runs": str(mine["run"].nunique()),
-            }
-        )
+    told = [
+        {
+            "study": f"[{study.title}]({study.name}/README.md)",
+            "answer": answers.answer(study, mine).sentence,
+            "machine": names.machine(studies.leading(study, mine).iloc[0]["machine_details"]),
+            "runs": str(mine["run"].nunique()),
+        }
+        for study, mine in studies.shown(lines)
+    ]
     titles = {name: module.TITLE for name, module in figures.overviews().items()}
     titles["timeline"] = "One recorded step"
-    pictures = [(title, f"{FIGURES}/{name}.png") for name, title in titles.items()]
-    drawn = [f"![{title}]({path})" for title, path in pictures if (results / path).exists()]
+    drawn = [
+        f"![{title}]({FIGURES / name}.png)"
+        for name, title in titles.items()
+        if (results / FIGURES / f"{name}.png").exists()
+    ]
     head = (
         "# What was measured\n\n"
         "One line a study. The page behind it has every run, its table, the command that measures "

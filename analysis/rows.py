@@ -8,15 +8,20 @@ one study; two runs stand side by side.
 """
 
 import dataclasses
+import re
+import threading
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import psutil
 
-from analysis import runs
+from sweeps import runfile
 from sweeps.agreement import COMPARED_STEPS, compared, is_compiled
 from sweeps.identity import FALLBACK, configuration, file_id, flat, in_force
 from sweeps.result import Row, host_split, read_rows
@@ -28,6 +33,10 @@ RUN = r"\d{4}-\d\d-\d\d_[a-z0-9-]+_\w+"
 NUMBERS = "tokens_per_s device_gb host_gb final_loss max_loss_difference mfu tflops_6p cell_s "
 NUMBERS += "joules_per_token sm_mhz heldout_loss exact_match"
 """Columns that are numbers even in a frame where none is known."""
+ONLINE = re.compile(r"wandb:(?P<path>[^/@#]+/[^/@#]+)(@(?P<group>[^#]+))?(#(?P<tag>.+))?")
+"""wandb:entity/project, then @group and #tag where only those runs are meant."""
+END_S = 5.0
+"""What W&B's service gets to end by itself after the program that asked it."""
 VARIANTS = ("twinflow", "optimizer", "grad_op")
 """First words of a rival's preset that make another system of it; the others say how it was run."""
 
@@ -44,9 +53,8 @@ def frame(*sources: Path | str) -> pd.DataFrame:
 
 def from_rows(given: Sequence[Row], file: str = "rows") -> pd.DataFrame:
     """The frame of rows at hand, as if they stood in one file."""
-    return _latest(
-        _framed([Tagged(row, at, file, f"{file}.jsonl") for at, row in enumerate(given)])
-    )
+    tagged = [Tagged(row, at, file, f"{file}.jsonl") for at, row in enumerate(given)]
+    return _latest(_framed(tagged))
 
 
 def _latest(found: pd.DataFrame) -> pd.DataFrame:
@@ -56,32 +64,28 @@ def _latest(found: pd.DataFrame) -> pd.DataFrame:
 
 def every_row(*sources: Path | str) -> pd.DataFrame:
     """What `frame` gives, and the attempts that a later row of the same cell replaces."""
-    paths = list(dict.fromkeys(item for source in sources for item in _found(source)))
-    files = [path for path in paths if isinstance(path, Path)]
+    online = [one for one in sources if isinstance(one, str) and one.startswith("wandb:")]
+    folders = [Path(source) for source in sources if source not in online]
+    files = dict.fromkeys(path for folder in folders for path in _files(folder))
     tagged = [item for path in files if path.suffix != ".wandb" for item in _read(path)]
-    tagged += runs.offline([path for path in files if path.suffix == ".wandb"])
-    tagged += [item for path in paths if isinstance(path, str) for item in runs.online(path)]
+    tagged += _offline([path for path in files if path.suffix == ".wandb"])
+    tagged += [item for address in dict.fromkeys(online) for item in _online(address)]
     if not tagged:
         where = ", ".join(map(str, sources)) or "no path given"
         raise ValueError(f"{where}: no rows in it; run a bench first (make bench)")
     return _framed(tagged)
 
 
-def _found(source: Path | str) -> Iterator[Path | str]:
-    """Files of rows, files of W&B runs, or the address of a project."""
-    if isinstance(source, str) and source.startswith("wandb:"):
-        yield source
-        return
-    path = Path(source)
+def _files(path: Path) -> list[Path]:
+    """Files of rows in a folder, else those of W&B runs; a file is itself."""
     if not path.exists():
         allowed = "name a rows file, a folder of some, or wandb:entity/project"
         raise ValueError(f"{path}: no such file or folder; {allowed}")
     inside = sorted(path.rglob("*.jsonl")) or sorted(path.rglob("run-*.wandb"))
-    files = [path] if path.is_file() else inside
-    if not files:
+    if not path.is_file() and not inside:
         why = "no *.jsonl and no W&B run in this folder"
         raise ValueError(f"{path}: {why}; run a bench first (make bench)")
-    yield from files
+    return [path] if path.is_file() else inside
 
 
 def _read(path: Path) -> list[Tagged]:
@@ -91,6 +95,71 @@ def _read(path: Path) -> list[Tagged]:
         remedy = "name a JSONL file that sweeps.run wrote"
         raise ValueError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
     return [Tagged(row, at, file_id(path), str(path)) for at, row in enumerate(rows)]
+
+
+def _offline(files: list[Path]) -> list[Tagged]:
+    """The rows of W&B runs on disk, synced or not; of several with one id the last that is whole.
+
+    A run that lacks a part is an error, never a shorter curve: ValueError, one line, which names
+    the first, and how many more there are.
+    """
+
+    def read(file: Path) -> Tagged | ValueError:
+        try:
+            return runfile.read(file)
+        except ValueError as error:  # one of several runs with this id may be whole
+            return error
+
+    with ThreadPoolExecutor() as pool:
+        found = [(file.stem, one) for file, one in zip(files, pool.map(read, files), strict=True)]
+    whole = {stem: one for stem, one in found if isinstance(one, Tagged)}
+    bad = list({stem: one for stem, one in found if stem not in whole}.values())
+    if bad:
+        raise ValueError(f"{bad[0]}{f'; so are {len(bad) - 1} more' if bad[1:] else ''}")
+    return list(whole.values())
+
+
+def _online(source: str) -> list[Tagged]:
+    """The rows of a project, by its whole history, never the sampled one. ValueError, one line."""
+    match = ONLINE.fullmatch(source)
+    if match is None:
+        allowed = "allowed wandb:entity/project[@group][#tag]; see its address in W&B"
+        raise ValueError(f"{source}: got no project, {allowed}")
+    path, wanted = match["path"], {"group": match["group"], "tags": match["tag"]}
+    filters = {name: value for name, value in wanted.items() if value}
+    from wandb import Api, Error
+
+    threading.Thread(target=_end_service, name="end-wandb", daemon=True).start()
+    try:
+        found = Api().runs(path, filters=filters)
+        rows = [
+            runfile.tagged(run.config, run.scan_history(), f"wandb:{path}/{run.id}")
+            for run in found
+        ]
+    except (Error, ValueError, OSError) as error:
+        told = " ".join(str(error).split())
+        if told.startswith("wandb:"):
+            raise ValueError(told) from None
+        remedy = "check name, `wandb login` and network, or load the JSONL or offline runs instead"
+        raise ValueError(f"{source}: W&B said {told!r}; {remedy}") from None
+    if not rows:
+        allowed = "allowed those that sweeps.upload has fed; check @group and #tag"
+        raise ValueError(f"{source}: got no such runs, {allowed}")
+    return rows
+
+
+def _end_service() -> None:
+    """Let this program end: the service of W&B 0.31 may wait for ever after a request it gave up.
+
+    Where a run of the program's own is open, the service has that to end, and is left alone.
+    """
+    import wandb
+
+    threading.main_thread().join()
+    time.sleep(END_S)
+    for child in psutil.Process().children() if wandb.run is None else ():
+        if child.name().startswith("wandb-core"):
+            child.kill()
 
 
 def _framed(tagged: list[Tagged]) -> pd.DataFrame:

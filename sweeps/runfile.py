@@ -1,4 +1,4 @@
-"""One W&B run back from its file: what sweeps.upload holds against the row, and analysis.runs
+"""One W&B run back from its file: what sweeps.upload holds against the row, and analysis.rows
 loads.
 
 Invariant: a run that lacks a part is a ValueError of one line that names the file, never a shorter

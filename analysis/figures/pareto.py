@@ -22,10 +22,9 @@ def draw(lines: pd.DataFrame) -> Figure:
         here = mine[mine["model"] == model]
         here = here.loc[here.groupby(["family", "mode"])["tokens_per_s"].idxmax()]
         for (_, line), may in zip(here.iterrows(), speeds.comparable(here), strict=True):
-            color = names.color(line["family"])
-            look = {"color": color, "markerfacecolor": color if may else "white", "markersize": 6}
-            memory = line["device_gb"] + line["host_gb"]
-            axes.plot(memory, line["tokens_per_s"], names.marker(line["family"]), **look)
+            look = {"markersize": 6} | names.look(line["family"])
+            look |= {"linestyle": "", "markerfacecolor": look["color"] if may else "white"}
+            axes.plot(line["device_gb"] + line["host_gb"], line["tokens_per_s"], **look)
         title = str(model).removeprefix("qwen2.5-").upper()
         axes.set(title=title, xlim=(0, None), ylim=(0, None), xlabel="device + host memory (GB)")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}K")

@@ -64,12 +64,12 @@ def _panel(axes: Axes, mine: pd.DataFrame, model: str) -> None:
     order = mine.groupby(RIVAL)["value"].mean().sort_values(ascending=False).index
     for at, (family, mode) in enumerate(order):
         several = mine[(mine["family"] == family) & (mine["mode"] == mode)].sort_values("run")
-        color = names.color(family)
+        look = names.look(family)
+        color = look["color"]
         for number, (_, one) in enumerate(several.iterrows()):
             place = at + 0.2 * (number - (len(several) - 1) / 2)
             face = "white" if pd.isna(one["lo"]) else color
-            look: Any = {"marker": names.marker(family), "color": color, "markerfacecolor": face}
-            axes.plot(one["value"], place, zorder=5, **look)
+            axes.plot(one["value"], place, zorder=5, markerfacecolor=face, **look)
             style.whisker(axes, place, one[["value", "lo", "hi"]], horizontal=True, color=color)
             if one["hi"] > LIMIT:
                 arrow: Any = {"arrowstyle": "-|>", "color": color, "shrinkA": 0, "shrinkB": 0}

@@ -152,7 +152,7 @@ def test_reading_runs_leaves_no_log(tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     broken = tmp_path / "run-x.wandb"
     broken.write_bytes(b"nothing")
-    code = f"from pathlib import Path; from analysis import runs; print(runs._read(Path({str(broken)!r})))"
+    code = f"from analysis import rows\ntry:\n    rows.frame({str(broken)!r})\nexcept ValueError as error:\n    print(error)"
     environment = os.environ | {"TMPDIR": str(tmp_path / "tmp")}
     done = subprocess.run(
         [sys.executable, "-c", code],

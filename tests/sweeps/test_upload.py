@@ -427,8 +427,8 @@ def test_a_service_that_does_not_end_holds_nobody_up(tmp_path: Path) -> None:
     service.chmod(0o755)
     code = (
         "import atexit, subprocess, sys\n"
-        "from analysis import rows, runs\n"
-        "runs.END_S = 0.1\n"
+        "from analysis import rows\n"
+        "rows.END_S = 0.1\n"
         "atexit.register(subprocess.Popen([sys.argv[1], '600']).wait)\n"
         "try:\n    rows.frame('wandb:me/project')\nexcept ValueError as error:\n    print(error)"
     )
