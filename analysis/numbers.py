@@ -17,7 +17,7 @@ import pandas as pd
 
 from analysis import names, speeds, studies
 
-MARKER = re.compile(r"<!--\{([a-z_]+):([^}]*)\}-->(.*?)<!--/-->", re.DOTALL)
+MARKER = re.compile(r"(<!--\{([a-z_]+):([^}]*)\}-->).*?<!--/-->", re.DOTALL)
 ALIASES = {"published": "published_megatrain"} | {
     family.partition("_")[2]: family
     for family in names.SYSTEMS
@@ -128,9 +128,4 @@ def run_of(place: str, lines: pd.DataFrame) -> pd.DataFrame:
 
 def fill(text: str, lines: pd.DataFrame) -> str:
     """The page with every marker's number as the rows give it now."""
-
-    def filled(match: re.Match[str]) -> str:
-        kind, what, _ = match.groups()
-        return f"<!--{{{kind}:{what}}}-->{number(kind, what, lines)}<!--/-->"
-
-    return MARKER.sub(filled, text)
+    return MARKER.sub(lambda one: f"{one[1]}{number(one[2], one[3], lines)}<!--/-->", text)

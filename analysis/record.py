@@ -124,12 +124,11 @@ def machines(found: pd.DataFrame) -> dict[str, Any]:
             "cpu": details.get("cpu"),
             "cores": details.get("num_cores"),
             "host_gb": round(details["host_bytes"] / rows.GB, 1),
-            "runs": {run: _peaks(mine) for run, mine in sorted(part.groupby("run"))},
+            "runs": {},
         }
+        for run, mine in part.groupby("run"):
+            told = [one.get("matrix_peak_tflops") for one in mine["machine_details"]]
+            peaks = sorted(round(peak, 1) for peak in told if peak)
+            ends = [peaks[0], peaks[-1]] if peaks else None
+            kinds[str(name)]["runs"][run] = {"matrix_peak_tflops": ends}
     return {"kinds": kinds}
-
-
-def _peaks(part: pd.DataFrame) -> dict[str, Any]:
-    peaks = [peak for one in part["machine_details"] if (peak := one.get("matrix_peak_tflops"))]
-    ends = [round(min(peaks), 1), round(max(peaks), 1)] if peaks else None
-    return {"matrix_peak_tflops": ends}

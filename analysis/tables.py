@@ -15,18 +15,9 @@ from analysis.studies import Study
 from sweeps.agreement import ADAPTERS, REFERENCE, STAND_IN
 
 NONE = "—"
-WORDS = {
-    "answer",
-    "held down by",
-    "machine",
-    "commit",
-    "state",
-    "losses",
-    "system",
-    "model",
-    "doubt",
-}
-"""Columns of words, which stand to the left."""
+WORDS = {"system", "model", "machine", "the paper's machine", "commit", "state"}
+WORDS |= {"answer", "losses", "held down by", "doubt"}
+"""Columns of words, which stand to the left, as the first one does."""
 REFUSAL = re.compile(r"needs ([\d,]+) bytes of (\w+) memory, .*?([\d,]+)")
 CPU_NOTE = "CPU speeds prove wiring and numerics; they say nothing about GPUs."
 
@@ -38,9 +29,11 @@ def of(study: Study, lines: pd.DataFrame, *, energy: bool = False) -> pd.DataFra
     shown = comparison(study, lines) if study.compares else axes(study, lines)
     if not energy:
         return shown
-    held = lines["throttle_reasons"].map(names.throttled).replace("", NONE)
-    told = {"GHz": _text(lines["sm_mhz"] / 1e3, ".2f"), "held down by": held}
-    told = {"J/token": _text(lines["joules_per_token"], "#.3g")} | told
+    told = {
+        "J/token": _text(lines["joules_per_token"], "#.3g"),
+        "GHz": _text(lines["sm_mhz"] / 1e3, ".2f"),
+        "held down by": lines["throttle_reasons"].map(names.throttled).replace("", NONE),
+    }
     return shown.join(pd.DataFrame({name: one for name, one in told.items() if any(one != NONE)}))
 
 
@@ -87,9 +80,7 @@ def axes(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
     """The lines of a run of a study that varies something, each with its change from its base."""
     ordered = sort(study, lines)
     shown: dict[str, Any] = {
-        names.setting(path): [value(line, path) for _, line in ordered.iterrows()]
-        for path in (study.x, study.hue)
-        if path
+        names.setting(path): values(ordered, path) for path in (study.x, study.hue) if path
     }
     shown["tokens/s"] = _speed(ordered)
     if study.value == "tflops_6p":
@@ -170,6 +161,11 @@ def value(line: pd.Series, path: str) -> str:
     return names.value(path, line[path])
 
 
+def values(lines: pd.DataFrame, path: str) -> list[str]:
+    """The values of an axis in words."""
+    return [value(line, path) for _, line in lines.iterrows()]
+
+
 def sort(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
     """The lines in the order of x, then hue; systems in that of legends."""
     paths = [path for path in (study.x, study.hue) if path]
@@ -210,7 +206,7 @@ def base_title(study: Study) -> str:
 
 def markdown(table: pd.DataFrame) -> str:
     """The table as a page shows it: words to the left, numbers to the right."""
-    words = {table.columns[0], "the paper's machine", *WORDS}
+    words = {table.columns[0], *WORDS}
     align = ["left" if name in words else "right" for name in table.columns]
     text = str(table.to_markdown(index=False, colalign=align, disable_numparse=True))
     return re.sub(r"-{3,}", "---", re.sub(r" {2,}", " ", text))

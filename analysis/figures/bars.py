@@ -54,7 +54,9 @@ def settings(study: Study, lines: pd.DataFrame) -> Figure:
     figure = Figure(figsize=(style.PAGE_IN * 0.8, 0.9 + 0.3 * len(shown)))
     axes = figure.subplots()
     style.bars(axes, shown, told.map(lambda one: one.change, na_action="ignore"))
-    labels = [", ".join(tables.value(line, path) for path in paths) for _, line in shown.iterrows()]
+    labels = [
+        ", ".join(one) for one in zip(*(tables.values(shown, path) for path in paths), strict=True)
+    ]
     labels[1:] = [f"+ {label}" if ladder else label for label in labels[1:]]
     axes.set_yticks(range(len(shown)), labels)
     axes.invert_yaxis()
@@ -70,7 +72,7 @@ def losses(study: Study, lines: pd.DataFrame) -> Figure:
     shown = tables.sort(study, lines[lines["tokens_per_s"].notna()])
     figure = Figure(figsize=(style.PAGE_IN * 0.8, 2.6))
     loss, speed = figure.subplots(1, 2, width_ratios=(3, 2))
-    labels = [tables.value(line, str(study.x)) for _, line in shown.iterrows()]
+    labels = tables.values(shown, str(study.x))
     for at, ((_, line), gaps) in enumerate(
         zip(shown.iterrows(), answers.loss_gaps(shown), strict=True)
     ):

@@ -89,12 +89,12 @@ class Step:
 
     def hidden_share(self, lane: str) -> float | None:
         """Share of a lane's work during which the device computes; None for the compute lane."""
-        mine = self.intervals["lane"] == lane
-        computes = (self.intervals["lane"] == "compute") & ~self.intervals["work"].isin(COPIES)
-        if lane == "compute" or not mine.any():
+        lanes, busy_s = self.intervals["lane"], self.busy_s(lane)
+        if lane == "compute" or not busy_s:
             return None
-        busy_s, compute_s = (_united_s(self.intervals[one]) for one in (mine, computes))
-        return (busy_s + compute_s - _united_s(self.intervals[mine | computes])) / busy_s
+        computes = (lanes == "compute") & ~self.intervals["work"].isin(COPIES)
+        either_s = _united_s(self.intervals[computes | (lanes == lane)])
+        return (busy_s + _united_s(self.intervals[computes]) - either_s) / busy_s
 
 
 def _united_s(pieces: pd.DataFrame) -> float:
@@ -111,17 +111,17 @@ def load(path: Path) -> list[Step]:
         kinds = [kind for kind in ("measured", "predicted") if content.get(kind) is not None]
         if "measured" not in kinds:
             raise ValueError("no field 'measured'")
-        return [_step(path, kind, **content[kind]) for kind in kinds]
+        return [_step(path, kind, content[kind]) for kind in kinds]
     except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
         why = " ".join(str(error).split())
         remedy = "write one with python -m sweeps.run system=megatrain measure.trace=true"
         raise ValueError(f"{path}: not a timeline ({why}); {remedy}") from None
 
 
-def _step(path: Path, kind: str, step_s: float, intervals: list[object]) -> Step:
-    found = pd.DataFrame(intervals, columns=["lane", "label", "start_s", "end_s"])
+def _step(path: Path, kind: str, plain: dict[str, Any]) -> Step:
+    found = pd.DataFrame(plain["intervals"], columns=["lane", "label", "start_s", "end_s"])
     found = found.astype({"start_s": float, "end_s": float})
-    start_s, end_s = found["start_s"], found["end_s"]
+    step_s, start_s, end_s = float(plain["step_s"]), found["start_s"], found["end_s"]
     good = (start_s >= 0) & (start_s <= end_s) & (end_s <= step_s * (1 + 1e-6))
     if not len(found) or not good.all() or not step_s > 0:
         raise ValueError(f"{kind}: intervals must lie within the step's {step_s} s")
@@ -154,8 +154,7 @@ def draw(steps: Sequence[Step], title: str) -> Figure:
 
 def compare(recorded: Sequence[Step]) -> Figure:
     """Several recorded steps, with how far the longest and the shortest lie apart."""
-    ordered = sorted(recorded, key=lambda one: one.step_s)
-    short, long = ordered[0], ordered[-1]
+    short, long = (end(recorded, key=lambda one: one.step_s) for end in (min, max))
     ratio = f"{long.step_s / short.step_s:.1f}x between them"
     return draw(recorded, f"A 7B step of {long.name} and of {short.name}: {ratio}")
 
