@@ -1,84 +1,21 @@
 """What a system is called and in which colour it is drawn, everywhere the same."""
 
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import yaml
 
-SYSTEMS: dict[str, tuple[str, str, str]] = {
-    "megatrain": ("MegaTrain", "#1f5fa8", "s"),
-    "megatrain_fast": ("MegaTrain fast", "#1f5fa8", "s"),
-    "megatrain_fast_fp32": ("MegaTrain fast, fp32 master", "#5aa9c9", "s"),
-    "megatrain_fast_bf16": ("MegaTrain fast, bf16 master", "#c0392b", "s"),
-    "megatrain_stream": ("MegaTrain stream", "#6fa8dc", "o"),
-    "megatrain_paper": ("MegaTrain paper", "#9db4cc", "p"),
-    "megatrain_long": ("MegaTrain long", "#3d7a99", "h"),
-    "published_megatrain": ("MegaTrain, authors' code", "#7d8ea3", "X"),
-    "zero3": ("ZeRO-3", "#e0701f", "^"),
-    "zero3_twinflow": ("Twin-Flow", "#3f8f3a", "D"),
-    "zero3_optimizer": ("ZeRO-3, optimizer offloaded", "#f0a868", "<"),
-    "zero2": ("ZeRO-2", "#b94082", "v"),
-    "superoffload": ("SuperOffload", "#5f4690", "P"),
-    "zenflow": ("ZenFlow", "#b89a1c", "*"),
-    "zero_infinity": ("ZeRO-Infinity", "#6b461d", "d"),
-    "fsdp2": ("FSDP2", "#2a9d8f", ">"),
-    "fsdp2_grad_op": ("FSDP2, one gather", "#83c5be", "8"),
-    "torchao_offload": ("torchao offload", "#7e7e7e", "H"),
-    "in_memory": ("in memory", "#2b2b2b", "."),
-    "lora": ("LoRA", "#c2185b", "1"),
-    "qlora": ("QLoRA", "#e58bb0", "2"),
-}
-"""Family -> name, colour, marker; in the order of legends. The engine is in shades of blue."""
+WORDS = yaml.safe_load(Path(__file__).with_name("names.yaml").read_text(encoding="utf-8"))
+"""What people read; the file says what stands for what."""
+SYSTEMS: dict[str, tuple[str, str, str]] = WORDS["systems"]
+MODES: dict[str, str] = WORDS["modes"]
+STATUSES: dict[str, str] = WORDS["statuses"]
+THROTTLES: dict[str, str] = WORDS["throttles"]
+SETTINGS: dict[str, str] = WORDS["settings"]
+VALUES: dict[str, dict[Any, str]] = WORDS["values"]
 OTHER = ("#a0a0a0", "X")
-MODES = {"kept": "activations kept", "tuned": "tuned", "compiled": "compiled"}
-STATUSES = {
-    "oom_device": "out of device memory",
-    "oom_host": "out of host memory",
-    "timeout": "timed out",
-    "nonfinite": "loss not finite",
-    "unsupported": "unsupported",
-    "wont_fit": "does not fit",
-    "error": "error",
-}
-THROTTLES = {
-    "sw_power_cap": "power",
-    "hw_power_brake": "power",
-    "sw_thermal": "heat",
-    "hw_thermal": "heat",
-    "hw_slowdown": "the board",
-    "sync_boost": "other GPUs",
-    "applications_clocks": "a set clock",
-}
-"""What held the clock down, by NVML's name; an idle device and its display are no such thing."""
-SETTINGS = {
-    "system.depth": "weight slots",
-    "system.streams": "CUDA streams",
-    "system.checkpoint_interval": "layers between kept inputs",
-    "system.gradient_slabs": "pinned gradient slabs",
-    "system.optimizer_overlap": "optimizer overlapped",
-    "recipe.clip_norm": "clip norm",
-    "system.pinned": "host memory pinned",
-    "system.master": "master weights",
-    "system.device_optimizer": "blocks with optimizer state on the device",
-    "system.preset": "switch",
-    "measure.save": "state saved in every window",
-    "machine.device_bytes": "device memory allowed (GB)",
-    "num_params": "parameters (billions)",
-    "batch_size": "sequences per step",
-    "seq_len": "tokens per sequence",
-    "system": "system",
-    "tokens_per_s": "tokens/s",
-    "tflops_6p": "TFLOPS (6P)",
-}
-"""Config paths and columns in the words of axes and tables."""
-VALUES: dict[str, dict[Any, str]] = {
-    "system.gradient_slabs": {0: "one per block"},
-    "system.device_optimizer": {0: "none", -1: "as many as fit"},
-    "system.optimizer_overlap": {True: "overlapped", False: "in turn"},
-    "recipe.clip_norm": {0: "no clipping", 1: "clipping"},
-    "measure.save": {True: "saved", False: "not saved"},
-    "system.pinned": {"exact": "exact size", "torch": "powers of two", "none": "pageable"},
-    "system.master": {"split": "fp32, split", "fp32": "fp32, apart", "bf16": "bf16 alone"},
-}
+"""Colour and marker of a system that the file does not name."""
 
 
 def throttled(reasons: Any) -> str:
