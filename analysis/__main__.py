@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from analysis import figures, pages, record, report, studies, whole
+from analysis import figures, pages, record, report, studies, tables, whole
 from analysis.figures import style
 from sweeps.command_line import Parser, mend_streams
 
@@ -61,14 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", metavar="DIR", type=Path, help=place)
 
     told = "Write the record's pages, and fill the numbers in README and docs."
-    command("docs", _docs, told)
+    command("docs", lambda options: pages.refresh(options.results), told)
     add = command("add", _add, "File measured rows, then draw and write what they change.")
     add("paths", nargs="+", metavar="PATH", type=Path, help="a rows file, or a folder of some")
     return parser
-
-
-def _docs(options: argparse.Namespace) -> list[Path]:
-    return pages.refresh(options.results)
 
 
 def _report(options: argparse.Namespace) -> list[Path]:
@@ -86,8 +82,8 @@ def _figures(options: argparse.Namespace) -> list[Path]:
     drawn = figures.all_figures(lines, options.results)
     wanted = {folder / f"{name}.{kind}": style.drawn(draw, kind) for name, draw in drawn}
     if not in_record:
-        tables = {study.name: report.latex(study, mine) for study, mine in studies.shown(lines)}
-        wanted |= {folder / f"{name}.tex": text.encode() for name, text in tables.items()}
+        for study, mine in studies.shown(lines):
+            wanted[folder / f"{study.name}.tex"] = tables.latex(study, mine).encode()
     whole.write_changed(wanted, folder.glob("*.png") if in_record else ())
     return list(wanted)
 

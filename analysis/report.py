@@ -41,12 +41,6 @@ def markdown(section: Section, picture: str) -> str:
     return pages.body(section.study, section.lines, picture, energy=True) + "\n"
 
 
-def latex(study: Study, lines: pd.DataFrame) -> str:
-    """The table of a study's leading run, as a paper includes it."""
-    shown = tables.of(study, studies.leading(study, lines), energy=True)
-    return tables.latex(shown, study.title, study.name)
-
-
 def report(
     paths: list[str], out: Path | None, *, x: str | None, hue: str | None, console: Console
 ) -> list[Path]:
@@ -77,7 +71,7 @@ def report(
         for kind in ("png", "pdf"):
             wanted[folder / f"{stem}.{kind}"] = style.drawn(draw, kind)
     wanted[folder / "report.md"] = "\n".join(texts).encode()
-    wanted[folder / "report.tex"] = "\n".join(latex(*section) for section in told).encode()
+    wanted[folder / "report.tex"] = "\n".join(tables.latex(*section) for section in told).encode()
     ours = ("report.p[nd][gf]", "report-[0-9]*.p[nd][gf]", "energy.p[nd][gf]")
     whole.write_changed(wanted, [path for pattern in ours for path in folder.glob(pattern)])
     return list(wanted)

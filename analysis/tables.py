@@ -212,12 +212,13 @@ def markdown(table: pd.DataFrame) -> str:
     return re.sub(r"-{3,}", "---", re.sub(r" {2,}", " ", text))
 
 
-def latex(table: pd.DataFrame, caption: str, label: str) -> str:
-    """The table as a paper includes it (booktabs)."""
+def latex(study: Study, lines: pd.DataFrame) -> str:
+    """The table of a study's leading run, as a paper includes it (booktabs)."""
+    table = of(study, studies.leading(study, lines), energy=True)
     columns = "l" + "r" * (len(table.columns) - 1)
     style = table.style.hide(axis="index").format(escape="latex")
     style = style.format_index(escape="latex", axis=1)
-    options: Any = {"caption": caption, "label": f"tab:{label}", "position": "t"}
+    options: Any = {"caption": study.title, "label": f"tab:{study.name}", "position": "t"}
     return str(style.to_latex(hrules=True, column_format=columns, **options))
 
 

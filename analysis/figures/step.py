@@ -19,53 +19,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from analysis import names
 from analysis.figures import style
 
 SUFFIX = ".timeline.json"
-LANES = {
-    "compute": "compute",
-    "h2d": "load (H2D)",
-    "d2h": "store (D2H)",
-    "fetch": "fetch (H2D)",
-    "copy": "all copies",
-    "cpu": "CPU",
-}
-WORK = {
-    "compute embed": "forward",
-    "compute forward": "forward",
-    "compute forward_kept": "forward",
-    "compute forward_offloaded": "forward",
-    "compute tail": "head and loss",
-    "compute recompute": "recomputed forward",
-    "compute backward": "recompute + backward",
-    "compute backward_kept": "backward",
-    "compute backward_offloaded": "backward",
-    "compute embed_backward": "backward",
-    "load": "load weights",
-    "store": "store gradients",
-    "evict": "move activations",
-    "fetch": "move activations",
-    "keep": "gradient copy",
-    "step": "AdamW",
-    "step device_step": "AdamW",
-}
-"""Kind and phase of an operation, as its label begins -> the work; the others are bookkeeping."""
+LANES: dict[str, str] = names.WORDS["lanes"]
+WORK: dict[str, str] = names.WORDS["work"]
+FILLS: dict[str, tuple[str, str, str]] = names.WORDS["fills"]
 COPIES = ("load weights", "store gradients", "move activations")
 
 
-FILLS: dict[str, tuple[str, str, str]] = {
-    "forward": ("#9cc5ea", "", "white"),
-    "recomputed forward": ("#9cc5ea", "/////", "#1b4b82"),
-    "head and loss": ("#f5dc6b", ".....", "#5d5210"),
-    "recompute + backward": ("#1b4b82", "/////", "white"),
-    "backward": ("#1b4b82", "", "white"),
-    "AdamW": ("#d0632b", "\\\\\\\\\\", "white"),
-    "load weights": ("#4fa58c", "", "white"),
-    "store gradients": ("#5f4690", "-----", "white"),
-    "move activations": ("#e58fb0", "....", "#6b1239"),
-    "gradient copy": ("#c9a6cf", "xxxxx", "#5c3566"),
-}
-"""Work -> colour, hatch and the hatch's colour; in the legend's order."""
 BAR = 0.8
 
 
