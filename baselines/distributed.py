@@ -144,5 +144,6 @@ def gathered(value: int) -> list[int]:
 
 def num_collectives() -> int:
     """How many collectives this rank has begun: fewer than the others' where they wait for it."""
-    groups: Any = dist.distributed_c10d._world.pg_map
-    return sum(int(group._get_sequence_number_for_group()) for group in list(groups))
+    groups: Any = list(dist.distributed_c10d._world.pg_map)
+    backends = [group._get_backend(kind) for group in groups for kind in group._device_types]
+    return sum(int(backend._get_sequence_number_for_group()) for backend in backends)

@@ -143,7 +143,7 @@ def announce(cells: Sequence[Cell], outlooks: Mapping[str, Outlook], rows: Rows)
 def _likest(cell: Cell, rows: Sequence[Row]) -> Row | None:
     """The row that is most like the cell, the last of equals.
 
-    A repeat of the cell comes first; then system, preset, compilation and tokens decide.
+    A repeat of the cell comes first; then system, ranks, preset, compilation and tokens decide.
     """
     measurement = configuration(cell.config)
 
@@ -152,6 +152,7 @@ def _likest(cell: Cell, rows: Sequence[Row]) -> Row | None:
         return [
             bool(row.config) and row.measurement == measurement,
             row.system == cell.system,
+            row.num_ranks == cell.process.num_ranks,
             row.preset == cell.options.get("preset"),
             bool(its.get("compile")) == bool(mine.get("compile")),
             row.batch_size * row.seq_len == cell.shape.num_tokens,

@@ -3,17 +3,18 @@ measures, what it is known by, and which numbers are refused."""
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
-from sweeps import auto, ranks, train
+from sweeps import auto, cell, ranks, train
 from sweeps.command import command_of
 from sweeps.config import cell_from
 from sweeps.identity import digest, hashed, in_force
@@ -144,7 +145,7 @@ def test_a_rank_that_hangs_is_named_when_time_is_up(tmp_path: Path) -> None:
 
 
 def test_a_cell_is_trained_on_two_ranks_as_on_one(tmp_path: Path) -> None:
-    """One row, of the whole batch's losses and norms; a cell follows one whose rank was killed."""
+    """One row, of the whole batch's losses and norms."""
     auto.register()
     asked = [
         "model=tiny",
@@ -158,7 +159,7 @@ def test_a_cell_is_trained_on_two_ranks_as_on_one(tmp_path: Path) -> None:
         f"output_dir={tmp_path}",
     ]
     cells = [command_of([*asked, f"process.num_cpu_ranks={num}"]).cells[0] for num in (1, 2)]
-    one, two = (run_cell(cell, "", Rows()) for cell in cells)
+    one, two = (run_cell(each, "", Rows()) for each in cells)
     assert [row.status for row in (two, one)] == ["ok", "ok"], (two.reason, one.reason)
     assert two.agrees
     assert two.max_loss_difference, "with the row of one rank, not with itself"
@@ -169,6 +170,19 @@ def test_a_cell_is_trained_on_two_ranks_as_on_one(tmp_path: Path) -> None:
     assert two.tokens_per_s is not None
     assert 0 < (two.rank_host_bytes or 0) < (two.peak_host_bytes or 0)
     assert read_rows(tmp_path / "rows.jsonl") == [one, two]
+
+
+def test_a_rank_that_raises_closes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for the others; `ranks.joined` ends its process."""
+    for is_rank, raises, closed in ((True, True, 0), (True, False, 2), (False, True, 2)):
+        monkeypatch.setattr(ranks, "is_rank", lambda is_rank=is_rank: is_rank)
+        calls: list[str] = []
+        system = SimpleNamespace(close=lambda calls=calls: calls.append("close"))
+        saves = SimpleNamespace(remove=lambda calls=calls: calls.append("remove"))
+        with contextlib.suppress(MemoryError), cell._given_back(system, saves):
+            if raises:
+                raise MemoryError
+        assert len(calls) == closed
 
 
 def test_one_rank_is_the_cell_that_it_was_and_more_are_others() -> None:
@@ -250,7 +264,7 @@ def test_ranks_share_the_host() -> None:
     from baselines.registry import build
 
     cells = [composed("system=zero3", f"process.num_cpu_ranks={num}") for num in (1, 2)]
-    plans = [build(cell.system, cell.spec()).plan() for cell in cells]
+    plans = [build(each.system, each.spec()).plan() for each in cells]
     config = {**cells[1].config}
     room = plans[1].host_bytes + plans[1].device_bytes
     for has, fits in ((2 * room, True), (2 * room - 1, False)):
@@ -273,5 +287,4 @@ def test_the_devices_of_ranks_are_looked_at_together() -> None:
     assert devices.sample(1) == 2000
     assert devices.look() == Look(at_s=1.0, sm_mhz=1500, energy_mj=15000, reasons=1000 | 2000)
     assert devices.crowd() is None
-    silent = dataclasses.replace(devices.look() or Look(0, None, None, None), host_j=None)
-    assert silent.sm_mhz == 1500
+    assert Several([NoDevice()]).look() is Several([NoDevice()]).sample(1) is None
