@@ -35,6 +35,8 @@ CHOICE = ("fallback", "candidates", "systems")
 """Fields of conf/model/auto.yaml."""
 NAMELESS = ("auto", "checkpoint")
 """Files of conf/model that no model is called after."""
+MOST_RANKS = {"cuda": 8, "cpu": 2}
+"""How far a study of ranks goes. On the CPU two show that it works."""
 HEADROOM = 0.92
 """Share of the memory that a model chosen unasked may plan to fill.
 
@@ -52,8 +54,12 @@ def register(planned: str | None = None) -> None:
 
     `${by_device:A,B}` is A on the CPU and B on a GPU, of this machine or of the `planned` one;
     `${sequences:T,L}` is how many sequences of L tokens make T, one at least; `${threads:}` and
-    `${numa:}` are the numbers of threads and the arguments of numactl that a search may try here.
+    `${numa:}` are the numbers of threads and the arguments of numactl that a search may try here;
+    `${ranks:DEVICE}` the numbers of ranks that a study on that device goes through, 1 on the other.
     """
+    OmegaConf.register_new_resolver(
+        "ranks", lambda kind: ranks(kind) if kind == (planned or device()) else "1", replace=True
+    )
     OmegaConf.register_new_resolver("threads", threads, replace=True)
     OmegaConf.register_new_resolver("numa", numa, replace=True)
     OmegaConf.register_new_resolver(
@@ -64,6 +70,13 @@ def register(planned: str | None = None) -> None:
         lambda cpu, cuda: cuda if (planned or device()) == "cuda" else cpu,
         replace=True,
     )
+
+
+def ranks(kind: str) -> str:
+    """1, 2, 4 and so on, up to what the machine has: GPUs, or cores where it has none."""
+    there = torch.cuda.device_count() if kind == "cuda" else len(os.sched_getaffinity(0))
+    most = min(MOST_RANKS[kind], max(1, there))
+    return ",".join(str(1 << power) for power in range(most.bit_length()))
 
 
 def threads() -> str:

@@ -42,6 +42,8 @@ BESIDE = {
     for name in ("model_size", "depth", "device_memory", "width")
 }
 """Studies of which ZeRO-3 is measured too."""
+OTHERS = {"ranks": "in_memory"}
+"""The system that the tests measure where it is not the engine."""
 WINDOW = {"event": "losses", "first_step": 0, "losses": [1.0], "seconds": 1.0, "num_tokens": 10}
 SMALL = [
     "measure=brief",
@@ -69,16 +71,19 @@ def test_every_study_has_distinct_cells(name: str) -> None:
     ]["params"]
     systems = axes.get("system", "").split(",") if "system" in axes else []
     assert {(auto.CONF / "system" / f"{system}.yaml").exists() for system in systems} <= {True}
-    cells = cells_of(f"+ablation={name}", *(["system=megatrain"] if systems else []))
+    system = OTHERS.get(name, "megatrain")
+    cells = cells_of(f"+ablation={name}", *([f"system={system}"] if systems else []))
     assert len({one.hash for one in cells}) == len(cells) == CELLS.get(name, len(cells)) > 1
-    assert {(one.experiment, one.system) for one in cells} == {(name, "megatrain")}
+    assert {(one.experiment, one.system) for one in cells} == {(name, system)}
 
 
 def in_this_process(
     module: str, config: Mapping[str, Any], *, on_event: Callable[[Any], None], **_: Any
 ) -> Outcome:
-    """What `run_isolated` does, without the seconds that a process needs to import torch."""
+    """What `run_isolated` does, without the seconds that a process needs to import torch; of a
+    cell of several ranks, on one."""
     outcome = Outcome()
+    config = {**config, "process": {**config["process"], "num_cpu_ranks": 1}}
 
     def emit(event: str, **fields: Any) -> None:
         told = json.loads(json.dumps({"event": event, **fields}))
@@ -96,7 +101,7 @@ def in_this_process(
 def ran(one: Cell, label: str) -> Row:
     """The engine's row, or that of ZeRO-3 out of memory: its own processes take seconds and prove
     nothing here."""
-    if one.system == "megatrain":
+    if one.system == OTHERS.get(one.experiment, "megatrain"):
         return study.run_cell(one, label, Rows())
     machine = environment.machine(one.machine, None)
     row = study.row_of(
@@ -124,7 +129,7 @@ def test_every_study_runs_on_the_cpu_from_its_cells_to_its_figure(
         ]
     cells = cells_of(f"+ablation={name}", *small, *own, f"output_dir={tmp_path}")
     given = [ran(one, f"[{number}]") for number, one in enumerate(cells)]
-    mine = [row for row in given if row.system == "megatrain"]
+    mine = [row for row in given if row.system == OTHERS.get(name, "megatrain")]
     assert [row.status for row in mine] == (
         ["ok", "wont_fit"] if name == "model_size" else ["ok"] * len(mine)
     )
