@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from analysis import figures, pages, record, report, studies, tables, whole
+from analysis import figures, record, report, studies, tables, whole
 from analysis.figures import style
 from sweeps.command_line import Parser, mend_streams
 
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", metavar="DIR", type=Path, help=place)
 
     told = "Write the record's pages, and fill the numbers in README and docs."
-    command("docs", lambda options: pages.refresh(options.results), told)
+    command("docs", lambda options: report.refresh(options.results), told)
     add = command("add", _add, "File measured rows, then draw and write what they change.")
     add("paths", nargs="+", metavar="PATH", type=Path, help="a rows file, or a folder of some")
     return parser
@@ -77,7 +77,7 @@ def _figures(options: argparse.Namespace) -> list[Path]:
     """The pictures and, beside a format for papers, the tables as LaTeX."""
     lines = record.lines(options.results)
     in_record = options.format == "png" and options.out is None
-    place = options.results / pages.FIGURES if in_record else Path("outputs/figures")
+    place = options.results / report.FIGURES if in_record else Path("outputs/figures")
     folder, kind = options.out or place, options.format
     drawn = figures.all_figures(lines, options.results)
     wanted = {folder / f"{name}.{kind}": style.drawn(draw, kind) for name, draw in drawn}
@@ -93,7 +93,7 @@ def _add(options: argparse.Namespace) -> Iterable[object]:
     yield from record.add(options.paths, options.results)
     drawn = _figures(argparse.Namespace(results=options.results, format="png", out=None))
     yield f"{len(drawn)} pictures drawn"
-    yield from pages.refresh(options.results)
+    yield from report.refresh(options.results)
 
 
 if __name__ == "__main__":

@@ -61,18 +61,6 @@ def ratios(lines: pd.DataFrame, selectors: list[str]) -> list[speeds.Ratio]:
     return sorted(found, key=lambda one: one.value)
 
 
-def _spread(lines: pd.DataFrame, selectors: list[str]) -> str:
-    """The least and the largest ratio."""
-    found = [one.times for one in ratios(lines, selectors)]
-    return found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}"
-
-
-def _runs(lines: pd.DataFrame, selectors: list[str]) -> str:
-    """How many runs measured both: `one run`, `three runs`."""
-    number = len(ratios(lines, selectors))
-    return f"{word(number)} run{'s' if number > 1 else ''}"
-
-
 def _end(lines: pd.DataFrame, which: str) -> str:
     """The least or the largest x that was measured: `512K`."""
     x = str(studies.of_rows(lines.iloc[0]["study"], lines).x)
@@ -92,25 +80,27 @@ KINDS: dict[str, Callable[..., str]] = {
     "name": names.name,
 }
 """What a marker can ask for of its lines, and how it is written."""
-SPREADS: dict[str, Callable[[pd.DataFrame, list[str]], str]] = {
-    "spread": _spread,
-    "runs": _runs,
-    "least": lambda lines, _: _end(lines, "min"),
-    "most": lambda lines, _: _end(lines, "max"),
+SPREADS: dict[str, Callable[[list[speeds.Ratio]], str]] = {
+    "spread": lambda all: " to ".join(dict.fromkeys([all[0].times, all[-1].times])),
+    "runs": lambda all: f"{word(len(all))} run{'s' if len(all) > 1 else ''}",
 }
-"""What a marker can ask for of all runs of a study."""
+"""What a marker can ask for of the ratio in every run of a study, the least first."""
+ENDS = {"least": "min", "most": "max"}
+"""What a marker can ask for of a study's x."""
 
 
 def number(kind: str, what: str, lines: pd.DataFrame) -> str:
     """The text of one marker. Raises ValueError, one line, that names it."""
     place, *selectors = what.split("/")
     try:
-        if kind not in {*KINDS, *SPREADS}:
-            allowed = ", ".join([*KINDS, *SPREADS])
+        if kind not in {*KINDS, *SPREADS, *ENDS}:
+            allowed = ", ".join([*KINDS, *SPREADS, *ENDS])
             raise ValueError(f"got {kind!r}, allowed {allowed}; mend the marker")
-        mine = run_of(place, lines)
+        mine, every = run_of(place, lines), lines[lines["study"] == place]
         if kind in SPREADS:
-            return SPREADS[kind](lines[lines["study"] == place], selectors)
+            return SPREADS[kind](ratios(every, selectors))
+        if kind in ENDS:
+            return _end(every, ENDS[kind])
         return KINDS[kind](*[line(mine, selector) for selector in selectors])
     except (ValueError, TypeError) as error:
         raise ValueError(f"{{{kind}:{what}}}: {error}") from None

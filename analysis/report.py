@@ -1,11 +1,14 @@
-"""Any rows -> table, answer and figure: on the terminal, and as report.md, .tex, .png and .pdf.
+"""Rows as Markdown: a report of any rows, and the record's pages with the numbers inside README.
 
     python -m analysis report PATH... [--x PATH --hue PATH] [--out DIR]
+    python -m analysis docs
 
-One section a study. Invariant: reads rows, never changes them, and draws everything before it
-writes anything.
+One section a study. Invariant: the same rows give the same bytes; everything is drawn before
+anything is written, and nothing on a page is typed by hand but the question and the command, which
+studies.yaml has.
 """
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,9 +18,15 @@ import pandas as pd
 from rich.console import Console
 from rich.markdown import Markdown
 
-from analysis import figures, pages, rows, speeds, studies, tables, whole
+from analysis import answers, figures, names, numbers, record, rows, speeds, studies, tables, whole
 from analysis.figures import energy, step, style
 from analysis.studies import Study
+
+ROOT = Path(__file__).parents[1]
+FILLED = ("README.md", "docs/methods.md", "docs/design.md")
+"""Pages written by hand whose markers are filled."""
+TABLE = re.compile(r"<!-- table:([^ ]+) -->\n.*?<!-- /table -->", re.DOTALL)
+FIGURES = Path("figures")
 
 
 class Section(NamedTuple):
@@ -38,7 +47,34 @@ def sections(
 
 def markdown(section: Section, picture: str) -> str:
     """One section as Markdown."""
-    return pages.body(section.study, section.lines, picture, energy=True) + "\n"
+    return body(*section, picture, energy=True) + "\n"
+
+
+def body(study: Study, mine: pd.DataFrame, picture: str, *, energy: bool = False) -> str:
+    """Question, answer, picture, and a table a run, the leading one first; with joules and clocks
+    where `energy` asks for them."""
+    lead = studies.leading(study, mine)
+    first = lead.iloc[0]["run"]
+    parts = [
+        f"# {study.title}",
+        study.question,
+        answers.answer(study, mine).sentence,
+        f"![{study.title}]({picture})" if picture else "",
+    ]
+    for run in [first, *sorted(set(mine["run"]) - {first}, reverse=True)]:
+        here = studies.parts(study, mine[mine["run"] == run])
+        parts += [_run(study, part, energy) for part in here]
+    return "\n\n".join(filter(None, parts))
+
+
+def _run(study: Study, mine: pd.DataFrame, energy: bool) -> str:
+    first = mine.iloc[0]
+    work = names.work(mine) if mine["batch_size"].nunique() * mine["seq_len"].nunique() == 1 else ""
+    about = f"{work}, run `{first['run']}`." if work else f"run `{first['run']}`."
+    notes = "\n".join(f"- {note}" for note in tables.notes(mine))
+    head = f"## {first['run'][:10]}: {names.machine(first['machine_details'])}"
+    table = tables.markdown(tables.of(study, mine, energy=energy))
+    return "\n\n".join(filter(None, [head, about[0].upper() + about[1:], table, notes]))
 
 
 def report(
@@ -54,7 +90,8 @@ def report(
             f"--out: got nothing, allowed a folder where rows come from W&B ({beside}); give one"
         )
     lines = pd.concat([section.lines for section in told])
-    drawings = {"energy": partial(energy.draw, lines)} if energy.known(lines) else {}
+    told_energy = lines["joules_per_token"].notna().any()
+    drawings = {"energy": partial(energy.draw, lines)} if told_energy else {}
     texts = []
     for number, section in enumerate(told, 1):
         stem = "report" if len(told) == 1 else f"report-{number}"
@@ -75,3 +112,102 @@ def report(
     ours = ("report.p[nd][gf]", "report-[0-9]*.p[nd][gf]", "energy.p[nd][gf]")
     whole.write_changed(wanted, [path for pattern in ours for path in folder.glob(pattern)])
     return list(wanted)
+
+
+def pages(lines: pd.DataFrame, results: Path = record.RESULTS) -> Iterator[tuple[Path, str]]:
+    """(path, text) of the index and of every study's page. lines: those of `record.lines`."""
+    yield results / "README.md", index(lines, results)
+    for study, mine in studies.shown(lines):
+        picture = FIGURES / f"{study.name}.png"
+        parts = [
+            body(study, mine, f"../{picture}" if (results / picture).exists() else ""),
+            _again(study, studies.leading(study, mine)),
+            provenance(lines[lines["study"] == study.name]),
+        ]
+        yield results / study.name / "README.md", "\n\n".join(filter(None, parts)) + "\n"
+
+
+def index(lines: pd.DataFrame, results: Path) -> str:
+    """What was asked, and what the rows answer, a line a study."""
+    told = [
+        {
+            "study": f"[{study.title}]({study.name}/README.md)",
+            "answer": answers.answer(study, mine).sentence,
+            "machine": names.machine(studies.leading(study, mine).iloc[0]["machine_details"]),
+            "runs": str(mine["run"].nunique()),
+        }
+        for study, mine in studies.shown(lines)
+    ]
+    titles = {name: module.TITLE for name, module in figures.overviews().items()}
+    titles["timeline"] = "One recorded step"
+    drawn = [
+        f"![{title}]({FIGURES / name}.png)"
+        for name, title in titles.items()
+        if (results / FIGURES / f"{name}.png").exists()
+    ]
+    head = (
+        "# What was measured\n\n"
+        "One line a study. The page behind it has every run, its table, the command that measures "
+        "it again and its origin.\n"
+        "Everything here is made from the rows by `make docs`; nothing is typed."
+    )
+    return "\n\n".join([head, tables.markdown(pd.DataFrame(told)), *drawn]) + "\n"
+
+
+def _again(study: Study, mine: pd.DataFrame) -> str:
+    """The command that measures a study again, and how long its cells took."""
+    if not study.command:
+        return ""
+    minutes = mine["cell_s"].sum() / 60
+    took = f"Its cells took {minutes:.0f} minutes in this run.\n\n"
+    known = took if mine["cell_s"].notna().all() else ""
+    add = f"python -m analysis add outputs/{study.experiments[0]}"
+    return f"## Measure it again\n\n{known}```bash\n{study.command}\n{add}\n```"
+
+
+def provenance(lines: pd.DataFrame) -> str:
+    """Which file, machine, commit and versions each run's rows come from."""
+    told = []
+    for run, mine in sorted(lines.groupby("run"), reverse=True):
+        first = mine.iloc[0]
+        commits = sorted({str(one)[:9] for one in mine["git_commit"] if one})
+        told.append(
+            {
+                "run": f"[{run}]({run}.jsonl)",
+                "machine": names.machine(first["machine_details"]),
+                "commit": ", ".join(commits),
+                "torch": str(first["versions"].get("torch", "")),
+                "deepspeed": str(first["versions"].get("deepspeed", "")),
+                "state": "superseded" if first["superseded"] else "shown",
+            }
+        )
+    return f"## Where the rows come from\n\n{tables.markdown(pd.DataFrame(told))}"
+
+
+def filled(text: str, lines: pd.DataFrame) -> str:
+    """A page written by hand with its tables and numbers as the rows give them."""
+    current = lines[~lines["superseded"]]
+
+    def table(match: re.Match[str]) -> str:
+        place, _, length = match[1].partition("/")
+        try:
+            mine = numbers.run_of(place, current)
+        except ValueError as error:
+            raise ValueError(f"table:{match[1]}: {error}") from None
+        shown = tables.of(studies.of_rows(mine.iloc[0]["study"], mine), mine)
+        told = tables.markdown(shown[: int(length) if length else None])
+        return f"<!-- table:{match[1]} -->\n{told}\n<!-- /table -->"
+
+    return numbers.fill(TABLE.sub(table, text), current)
+
+
+def refresh(results: Path = record.RESULTS) -> list[Path]:
+    """Write every page anew, README and docs too where the record is this repository's.
+
+    The paths that changed. Raises ValueError, one line, and writes nothing.
+    """
+    lines = record.lines(results)
+    wanted = dict(pages(lines, results))
+    for path in (ROOT / name for name in FILLED if results.samefile(record.RESULTS)):
+        wanted[path] = filled(path.read_text(encoding="utf-8"), lines)
+    return whole.write_changed({path: text.encode() for path, text in wanted.items()})

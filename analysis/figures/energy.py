@@ -9,11 +9,6 @@ from analysis.figures import style
 TITLE = "What a token costs in energy"
 
 
-def known(lines: pd.DataFrame) -> bool:
-    """Whether any line tells."""
-    return bool(lines["joules_per_token"].notna().any())
-
-
 def draw(lines: pd.DataFrame) -> Figure:
     """The largest model of which a run tells two lines that may be compared, and most lines of it.
     lines: of the record, or any rows."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis import numbers, pages, record, studies
+from analysis import numbers, record, report, studies
 from tests.analysis.test_record import BOOT, OTHER, measured
 from tests.made_rows import save
 
@@ -23,11 +23,11 @@ LINES = record.lines()
 
 
 def test_committed_pages_are_what_the_rows_give() -> None:
-    for path, text in pages.pages(LINES):
+    for path, text in report.pages(LINES):
         assert path.read_text() == text, f"{path.name} is stale: make docs"
-    for name in pages.FILLED:
-        text = (pages.ROOT / name).read_text()
-        assert pages.filled(text, LINES) == text, f"{name} is stale: make docs"
+    for name in report.FILLED:
+        text = (report.ROOT / name).read_text()
+        assert report.filled(text, LINES) == text, f"{name} is stale: make docs"
 
 
 @pytest.mark.slow
@@ -37,14 +37,14 @@ def test_deleting_the_pages_and_running_again_restores_them(tmp_path: Path) -> N
     before = {path: path.read_bytes() for path in results.rglob("README.md")}
     for path in before:
         path.unlink()
-    assert set(pages.refresh(results)) == set(before)
+    assert set(report.refresh(results)) == set(before)
     assert {path: path.read_bytes() for path in before} == before
-    assert pages.refresh(results) == []
+    assert report.refresh(results) == []
 
 
-@pytest.mark.parametrize("name", pages.FILLED)
+@pytest.mark.parametrize("name", report.FILLED)
 def test_prose_types_no_measured_number(name: str) -> None:
-    text = pages.TABLE.sub("", numbers.MARKER.sub("", (pages.ROOT / name).read_text()))
+    text = report.TABLE.sub("", numbers.MARKER.sub("", (report.ROOT / name).read_text()))
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL).replace(CLAIM, "")
     assert TYPED.findall(prose) == []
     assert COUNTED.findall(prose) == []
@@ -64,7 +64,7 @@ def test_every_study_has_a_page_with_question_answer_table_and_origin() -> None:
 def test_rows_of_a_second_machine_join_the_page_and_no_ratio_spans_the_two(tmp_path: Path) -> None:
     rows = [measured("zero3"), measured("megatrain"), measured("megatrain", machine=OTHER)]
     record.add([save(tmp_path / "rows.jsonl", rows)], tmp_path / "results")
-    pages.refresh(tmp_path / "results")
+    report.refresh(tmp_path / "results")
     text = (tmp_path / "results" / "mine" / "README.md").read_text()
     first, second = text.split("\n## ")[1:3]
     assert "0123abcd" in first
