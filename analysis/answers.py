@@ -63,16 +63,15 @@ def _comparison(study: Study, ready: pd.DataFrame) -> Answer:
 
 def _over_zero3(study: Study, ready: pd.DataFrame) -> Answer | None:
     """At the largest x where the engine and ZeRO-3 were both measured; None without one."""
-    for _, here in sorted(ready.groupby(study.x), reverse=True):
-        engine, base = here[speeds.engine(here)], here[here["family"] == "zero3"]
-        if len(engine) and len(base):
-            best, rival = speeds.fastest(engine), base.iloc[0]
-            found, at = speeds.ratio(best, rival), _at(study, best)
-            over = f"as fast as {'' if rival['mode'] else 'eager '}{names.name(rival)}"
-            told = f"{names.name(best)} is {_known(found)} {over}"
-            title = f"{names.name(best)} is {found.told()} {over} at {at}"
-            return Answer(title, f"At {at}, {told}.")
-    return None
+    over = tables.ratios(study, ready)
+    engine = ready[speeds.engine(ready) & over.notna()]
+    if not len(engine):
+        return None
+    best = speeds.fastest(engine[engine[study.x] == engine[study.x].max()])
+    found, rival, at = over[best.name], tables.base_of(study, ready, best), _at(study, best)
+    told = f"as fast as {'' if rival['mode'] else 'eager '}{names.name(rival)}"
+    title = f"{names.name(best)} is {found.told()} {told} at {at}"
+    return Answer(title, f"At {at}, {names.name(best)} is {_known(found)} {told}.")
 
 
 def _ends(study: Study, ready: pd.DataFrame) -> Answer:

@@ -78,11 +78,10 @@ def assigned(found: pd.DataFrame) -> pd.DataFrame:
 def shown(lines: pd.DataFrame) -> Iterator[tuple[Study, pd.DataFrame]]:
     """Each study with its lines, less what a later run supersedes; the listed ones first."""
     current = lines[~lines["superseded"]]
-    names = list(current["study"].unique())
-    known = [name for name in listed() if name in names]
-    for name in [*known, *sorted(set(names) - set(known))]:
+    for name in dict.fromkeys([*listed(), *sorted(current["study"].unique())]):
         mine = current[current["study"] == name]
-        yield of_rows(name, mine), mine
+        if len(mine):
+            yield of_rows(name, mine), mine
 
 
 def leading(study: Study, mine: pd.DataFrame) -> pd.DataFrame:
