@@ -87,8 +87,12 @@ class DeepSpeed(Rival):
         loss = loss_of(model, self.options)
         self._prepare(deepspeed, loss)
         self._linear = F.linear
+        from deepspeed.comm.torch import build_shm_op
+
         with sole_builder():
             optimizer = self._optimizer(deepspeed)
+            # What ranks on a CPU share memory through: `initialize` would build or load it outside.
+            build_shm_op()
         self._engine, *_ = deepspeed.initialize(
             model=loss, config=self.options.config(spec), dist_init_required=False, **optimizer
         )
