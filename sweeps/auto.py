@@ -137,7 +137,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
 def _require_gpus(plain: Mapping[str, Any]) -> None:
     """ValueError, one line, for more GPUs than there are."""
     asked, there = plain["process"].get("num_gpus", 1), torch.cuda.device_count()
-    if plain["machine"]["device"] == "cuda" and isinstance(asked, int) and asked > there:
+    if plain["machine"]["device"] == "cuda" and isinstance(asked, int) and asked > max(1, there):
         raise ValueError(
             f"process.num_gpus: got {asked}, allowed 1 to {there}, the GPUs that torch sees here; "
             "give fewer"

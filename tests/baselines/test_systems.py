@@ -133,6 +133,7 @@ def test_knobs_reach_deepspeed():
 def test_the_yaml_of_a_baseline_says_its_defaults(name):
     """What the parity tests run without a YAML is what `system=NAME` runs."""
     module, attribute = REGISTRY[name].split(":")
+    attribute = "InMemory" if name == "in_memory" else attribute  # on one rank
     kind = getattr(importlib.import_module(module), attribute).options_class
     assert parse_options(kind, composed(f"system={name}").options) == kind()
 

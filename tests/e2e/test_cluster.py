@@ -66,7 +66,7 @@ def warn(job: int) -> None:
 
 
 def test_a_job_that_is_stopped_is_queued_again_and_ends_whole(tmp_path):
-    job = submitted(tmp_path, "system=in_memory,megatrain,fsdp2")
+    job = submitted(tmp_path, "system=in_memory,megatrain")
     deadline = time.monotonic() + PATIENCE_S
     while not rows_of(tmp_path):
         assert time.monotonic() < deadline, said(job, tmp_path)
@@ -76,7 +76,7 @@ def test_a_job_that_is_stopped_is_queued_again_and_ends_whole(tmp_path):
     assert f"Requeued job {job}" in log
     assert "skipped, " in log
     rows = rows_of(tmp_path)
-    assert sorted(row.system for row in rows) == ["fsdp2", "in_memory", "megatrain"]
+    assert sorted(row.system for row in rows) == ["in_memory", "megatrain"]
     assert {row.status for row in rows} == {"ok"}
 
 
