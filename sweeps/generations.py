@@ -126,7 +126,8 @@ class Generations:
             self._give_up()
             raise
         self._begun = None
-        for folder in [*self._unusable, *self.found()[self.keep :]]:
+        whole = [folder for folder in self.found() if folder not in self._unusable]
+        for folder in [*self._unusable, *whole[self.keep :]]:
             _remove(folder)
         self._unusable = []
 

@@ -223,7 +223,8 @@ class Loop:
         """No state is lost, and the log up to the newest is what it is to be."""
         states = self._whole()
         newest = _step(states[-1]) if states else 0
-        assert newest >= self.newest, f"the state of step {self.newest} was lost"
+        lost = f"the state of step {self.newest} was lost: {self.said.read_text()}"
+        assert newest >= self.newest, lost
         self.newest = newest
         if states:
             position = json.loads((states[-1] / "position.json").read_text())

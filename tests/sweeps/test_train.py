@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from sweeps import train
+from sweeps.generations import Generations, Position
 from sweeps.training import duration
 
 pytestmark = pytest.mark.slow
@@ -135,6 +136,34 @@ def test_a_torn_state_is_named_and_the_one_before_is_gone_on_from(file, ended, t
     told = capfd.readouterr()
     assert "going on after step 6" in told.out
     assert not told.err
+
+
+class Saved:
+    """A system whose state is a word."""
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "word").write_text("whole")
+
+    def resume(self, folder: Path) -> None:
+        if (folder / "word").read_text() != "whole":
+            raise ValueError(f"{folder} is torn")
+
+
+def test_torn_states_take_no_place_of_those_that_are_kept(tmp_path):
+    """As many as are kept were torn: the one that is gone on from stays beside the next."""
+    system: Any = Saved()
+    states = Generations(tmp_path, keep=3)
+    for step in (6, 9, 12):
+        states.begin(system, Position(step=step), room=0)
+    for step in (9, 12):
+        (tmp_path / f"step-{step:08}" / "state" / "word").write_text("torn")
+    states = Generations(tmp_path, keep=2)
+    place = states.resume(system)
+    assert place is not None
+    assert place.step == 6
+    states.begin(system, Position(step=8), room=0)
+    assert [path.name for path in states.found()] == ["step-00000008", "step-00000006"]
 
 
 def test_a_place_that_was_changed_is_not_gone_on_from(ended, tmp_path, capfd):
