@@ -607,7 +607,7 @@ MUTANTS = (
     *_changes(
         "../sweeps/generations.py",
         TRAIN,
-        ("V1", "self.found()[self.keep :]", "self.found()[self.keep - 1 :]"),
+        ("V1", "whole[self.keep :]", "whole[self.keep - 1 :]"),
         ("V2", "for other in self._unusable if other != folder", "for other in self._unusable"),
         (
             "V3",

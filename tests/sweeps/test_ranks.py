@@ -63,6 +63,7 @@ def ran(tmp_path: Path, rank: int, step: int, does: str, timeout_s: float = 60.0
     """What becomes of two such ranks, under the launcher that cells have."""
     (tmp_path / "fake_rank.py").write_text(RANK % (rank, step, does))
     path = os.pathsep.join((str(tmp_path), *sys.path))
+    before = set(psutil.Process().children(recursive=True))  # of other tests in this process
     with ranks.started(2, timeout_s, "fake_rank") as (module, variables):
         folder = Path(variables["TMPDIR"])
         outcome = run_isolated(
@@ -76,7 +77,8 @@ def ran(tmp_path: Path, rank: int, step: int, does: str, timeout_s: float = 60.0
             num_ranks=2,
         )
     assert not folder.exists()
-    assert not psutil.Process().children(recursive=True), "no process is left behind"
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert not left, "no process is left behind"
     return outcome
 
 
