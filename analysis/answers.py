@@ -197,12 +197,14 @@ def _quality(study: Study, lead: pd.DataFrame) -> Answer:
         return Answer(study.title, "Fewer than two systems have a held-out loss, so none is known.")
     ends, title, told = same["heldout_loss"], study.title, []
     if len(same) > 1:
-        apart = f"{ends.max() - ends.min():.2g} nats of each other"
-        title = f"{len(same)} systems end within {apart} on held-out text"
-        told = [f"{len(same)} ways to train every parameter end within {apart}."]
+        gap = ends.max() - ends.min()
+        apart = f"within {gap:.2g} nats of each other" if gap else "at the same held-out loss"
+        title = f"{len(same)} systems end {apart}"
+        told = [f"{len(same)} ways to train every parameter end {apart}."]
     base = "their mean" if len(same) > 1 else names.name(same.iloc[0])
     for _, line in others.iterrows():
-        gap = f"{line['heldout_loss'] - ends.mean():+.2g}"
-        told.append(f"{names.name(line)} ends {gap} nats from {base}.")
-        title = title if len(same) > 1 else f"{names.name(line)}: {gap} nats on held-out text"
-    return Answer(title.replace("-", "−"), " ".join(told).replace("-", "−"))
+        gap = line["heldout_loss"] - ends.mean()
+        apart = f"{abs(gap):.2g} nats {'above' if gap > 0 else 'below'} {base}"
+        told.append(f"The held-out loss of {names.name(line)} ends {apart}.")
+        title = title if len(same) > 1 else f"{names.name(line)} ends {apart}"
+    return Answer(title, " ".join(told))

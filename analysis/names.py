@@ -83,9 +83,14 @@ def value(path: str, given: Any) -> str:
     return str(int(given)) if isinstance(given, float) and given.is_integer() else str(given)
 
 
-def machine(details: dict[str, Any]) -> str:
-    """`one H200, 64 cores, 550 GB of host memory`: decimal GB, as everywhere."""
-    gpu = f"one {details['gpu'].split()[-1]}" if details.get("gpu") else "no GPU"
+def machine(lines: pd.DataFrame) -> str:
+    """`one H200, 64 cores, 550 GB of host memory`: decimal GB, as everywhere. GPUs are those that
+    were trained on, from the fewest to the most."""
+    details, gpu = lines.iloc[0]["machine_details"], "no GPU"
+    if details.get("gpu"):
+        numbers = sorted({int(lines["num_ranks"].min()), int(lines["num_ranks"].max())})
+        many = " to ".join(map(str, numbers)) if numbers != [1] else "one"
+        gpu = f"{many} {details['gpu'].split()[-1]}{'s' if numbers != [1] else ''}"
     host = details.get("host_bytes")
     told = f", {host / 1e9:.0f} GB of host memory" if host else ""
     return f"{gpu}, {details.get('num_cores')} cores{told}"
@@ -101,5 +106,5 @@ def work(lines: pd.DataFrame) -> str:
 
 def setup(lines: pd.DataFrame) -> str:
     """What was trained, and on which machine: what stands below every figure."""
-    parts = work(lines), machine(lines.iloc[0]["machine_details"])
+    parts = work(lines), machine(lines)
     return "; ".join(filter(None, parts))

@@ -75,7 +75,7 @@ KINDS: dict[str, Callable[..., str]] = {
     "tflops": lambda one: f"{one['tflops_6p']:.0f}",
     "device": lambda one: f"{one['device_gb']:.0f} GB",
     "host": lambda one: f"{one['host_gb']:.0f} GB",
-    "machine": lambda one: names.machine(one["machine_details"]),
+    "machine": lambda one: names.machine(one.to_frame().T),
     "repeats": lambda one: word(one["num_repeats"]),
     "name": names.name,
 }

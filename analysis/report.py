@@ -72,7 +72,7 @@ def _run(study: Study, mine: pd.DataFrame, energy: bool) -> str:
     work = names.work(mine) if mine["batch_size"].nunique() * mine["seq_len"].nunique() == 1 else ""
     about = f"{work}, run `{first['run']}`." if work else f"run `{first['run']}`."
     notes = "\n".join(f"- {note}" for note in tables.notes(mine))
-    head = f"## {first['run'][:10]}: {names.machine(first['machine_details'])}"
+    head = f"## {first['run'][:10]}: {names.machine(mine)}"
     table = tables.markdown(tables.of(study, mine, energy=energy))
     return "\n\n".join(filter(None, [head, about[0].upper() + about[1:], table, notes]))
 
@@ -133,7 +133,7 @@ def index(lines: pd.DataFrame, results: Path) -> str:
         {
             "study": f"[{study.title}]({study.name}/README.md)",
             "answer": answers.answer(study, mine).sentence,
-            "machine": names.machine(studies.leading(study, mine).iloc[0]["machine_details"]),
+            "machine": names.machine(studies.leading(study, mine)),
             "runs": str(mine["run"].nunique()),
         }
         for study, mine in studies.shown(lines)
@@ -174,7 +174,7 @@ def provenance(lines: pd.DataFrame) -> str:
         told.append(
             {
                 "run": f"[{run}]({run}.jsonl)",
-                "machine": names.machine(first["machine_details"]),
+                "machine": names.machine(mine),
                 "commit": ", ".join(commits),
                 "torch": str(first["versions"].get("torch", "")),
                 "deepspeed": str(first["versions"].get("deepspeed", "")),

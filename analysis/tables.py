@@ -124,13 +124,14 @@ def base_of(study: Study, lines: pd.DataFrame, line: Any = None) -> Any:
 def labels(lines: pd.DataFrame) -> Any:
     """The name of each line and, where several have one name, what tells them apart.
 
-    `Twin-Flow, compiled (huge pages True)`.
+    `Twin-Flow, compiled (huge pages on)`.
     """
     told: Any = lines.apply(names.name, axis=1)
     for name, mine in lines.groupby(told, sort=False):
         apart = mine[sorted(studies.differing(mine))].filter(regex=studies.CHOSEN)
         for place, line in apart.iterrows():
-            known = [f"{names.setting(str(path))} {one}" for path, one in line.dropna().items()]
+            found = line.dropna().items()
+            known = [f"{names.setting(str(at))} {names.value(str(at), one)}" for at, one in found]
             told[place] = f"{name} ({', '.join(known)})" if known else name
     numbered = told + " (" + (told.groupby(told).cumcount() + 1).astype(str) + ")"
     return told.mask(told.duplicated(keep=False), numbered)

@@ -345,7 +345,9 @@ def time_and_energy(num_steps: int, step_s: float | None, watts: float | None) -
     device; nothing where the first is unknown."""
     if not step_s:
         return ""
-    energy = f" and at most {num_steps * step_s * watts / 3.6e6:,.2f} kWh" if watts else ""
+    energy = (
+        f" and at most {num_steps * step_s * watts / 3.6e6:,.2f} kWh of the device" if watts else ""
+    )
     return f", about {duration(num_steps * step_s)}{energy}"
 
 

@@ -45,7 +45,8 @@ def draw(study: Study, lines: pd.DataFrame) -> Figure:
     for axes, message in zip((tokens, hours, gap), _messages(shown), strict=True):
         axes.set_title(message, fontsize=7.5)
         axes.xaxis.set_major_locator(MaxNLocator(3))
-    about = f"{names.setup(lines)}; LoRA trains another function"
+    about = names.setup(lines)
+    about += "" if answers.full(shown).all() else "; LoRA trains another function"
     handles = [Line2D([], [], **look) for look in looks.values()]
     title = answers.answer(study, lines).title
     style.titled(figure, title, about, legend=handles, columns=4)
@@ -68,5 +69,5 @@ def _messages(shown: pd.DataFrame) -> tuple[str, str, str]:
         if master == "bf16":
             later = gaps[len(gaps) // 2 :]
             mean = f"{sum(later) / len(later):+.2g}"
-            lost = f"With a bf16 master: {mean.replace('-', '−')}"
+            lost = f"With a bf16 master: {mean.replace('-', '−')} nats"
     return higher, first, lost

@@ -6,10 +6,11 @@ import random
 import statistics
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy import stats
 
-from analysis import record, rows, speeds, studies
+from analysis import names, record, rows, speeds, studies
 from sweeps.result import Row
 from tests.made_rows import curve, row
 from tests.sweeps.test_config import composed
@@ -157,3 +158,12 @@ def test_what_differs_is_not_comparable() -> None:
         ]
     )
     assert list(speeds.comparable(lines.reset_index())) == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"), [([1, 1], "one H200"), ([4, 4], "4 H200s"), ([1, 8, 2], "1 to 8 H200s")]
+)
+def test_a_machine_is_told_by_the_gpus_that_were_trained_on(ranks: list[int], told: str) -> None:
+    details = {"gpu": "NVIDIA H200", "num_gpus": 8, "num_cores": 64}
+    found = pd.DataFrame({"machine_details": [details] * len(ranks), "num_ranks": ranks})
+    assert names.machine(found) == f"{told}, 64 cores"

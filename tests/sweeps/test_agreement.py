@@ -1,10 +1,11 @@
 """Which row is the reference that another is held against, and whether it agrees."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
-from sweeps.agreement import compared
+from sweeps.agreement import COMPARED_STEPS, LOSS_TOLERANCE, compared
 from sweeps.result import Row
 from tests.sweeps.test_bench import ROW
 
@@ -52,6 +53,12 @@ def test_a_long_run_is_held_against_the_first_steps_of_the_reference(
     reference = dataclasses.replace(row("in_memory", 1.0), losses=losses)
     mine = dataclasses.replace(row("zero3", 1.0), losses=[*losses[:step], 2.0, *losses[step + 1 :]])
     assert compared(mine, [reference]).agrees is agrees
+
+
+def test_the_page_says_what_is_compared() -> None:
+    page = (Path(__file__).parents[2] / "docs/methods.md").read_text()
+    assert f"no loss lies further than {LOSS_TOLERANCE:.0e}".replace("e-0", "e-") in page
+    assert f"Only the first {COMPARED_STEPS} steps are" in page
 
 
 def test_zero3_stands_in_where_the_reference_has_no_room_and_only_there() -> None:

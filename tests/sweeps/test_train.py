@@ -209,7 +209,7 @@ def test_the_log_says_what_was_done(ended):
     [
         (None, 700.0, ""),
         (3.6, None, ", about 1 h 0 min"),
-        (36.0, 700.0, ", about 10 h 0 min and at most 7.00 kWh"),
+        (36.0, 700.0, ", about 10 h 0 min and at most 7.00 kWh of the device"),
     ],
 )
 def test_time_and_energy_are_told_where_they_are_known(step_s, watts, told):
