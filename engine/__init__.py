@@ -16,6 +16,7 @@ from engine.megatrain import MegaTrain
 from engine.planner.placement import USABLE_DEVICE
 from engine.planner.planner import HOST_OVERHEAD, Machine
 from engine.planner.rates import Rates
+from engine.ranks import Group, Ranks
 from engine.recipe import IGNORE_INDEX, Batch, NonFiniteLossError, Recipe
 from engine.saving import require_sealed, seal, sync, whole_directory
 from engine.sizes import (
@@ -37,12 +38,14 @@ __all__ = [
     "Batch",
     "EngineConfig",
     "Fate",
+    "Group",
     "KernelError",
     "Machine",
     "Masks",
     "MegaTrain",
     "NonFiniteLossError",
     "Plan",
+    "Ranks",
     "Rates",
     "Recipe",
     "RefusedError",

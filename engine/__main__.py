@@ -1,6 +1,7 @@
 """Draws one optimizer step from its schedule, and lists its operations with what each waits for.
 
-python -m engine 3 2 3 1     # layers, depth, streams, checkpoint interval
+python -m engine 3 2 3 1       # layers, depth, streams, checkpoint interval
+python -m engine 3 2 3 1 2     # and ranks
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from engine.step import LANES, Kind, Op, operations
 from engine.timeline import Interval, simulate
 
 USAGE = (
-    "usage: python -m engine LAYERS DEPTH STREAMS CHECKPOINT_INTERVAL, each an integer >= 1, "
-    "STREAMS at most 3"
+    "usage: python -m engine LAYERS DEPTH STREAMS CHECKPOINT_INTERVAL [RANKS], each an "
+    "integer >= 1, STREAMS at most 3"
 )
 LETTERS = {
     Kind.EMBED: ("E", 4),
@@ -24,6 +25,8 @@ LETTERS = {
     Kind.BACKWARD: ("B", 14),
     Kind.EMBED_BACKWARD: ("E'", 4),
     Kind.LOAD: ("L", 4),
+    Kind.GATHER: ("G", 3),
+    Kind.SCATTER: ("+", 3),
     Kind.STORE: ("S", 4),
     Kind.PARK: ("P", 2),
     Kind.UPDATE: ("U", 4),
@@ -32,8 +35,8 @@ LETTERS = {
 """Kind -> its letter, and for how many columns it is drawn."""
 LEGEND = (
     "E embed, F forward, T head and loss, R recomputed forward, B recompute and backward, "
-    "L load weights, S store gradients, P park them, U update weights, M update moments; "
-    "durations are made up"
+    "L load weights, S store gradients, P park them, U update weights, M update moments, "
+    "G gather weights, + sum gradients of all ranks; durations are made up"
 )
 
 
@@ -47,10 +50,11 @@ def drawing(blocks: Blocks) -> list[str]:
     ops = operations(blocks)
     letters = {op.label: f"{LETTERS[op.kind][0]}{op.block}" for op in ops if op.kind in LETTERS}
     step = simulate(ops, columns)
-    lanes = [lane for lane in ("cpu", *LANES[blocks.streams].values()) if lane != "fetch"]
     lines = []
-    for lane in dict.fromkeys(lanes):
+    for lane in dict.fromkeys(("cpu", *LANES[blocks.streams].values())):
         mine = [i for i in step.intervals if i.lane == lane]
+        if not mine:
+            continue
         lines.append(f"{lane:9}{_line(mine, letters, round(step.step_s))}".rstrip())
     return lines
 
@@ -76,10 +80,11 @@ def main() -> int:
     """Print the step for the four numbers on the command line; 2 and one line where they are not
     that."""
     try:
-        layers, depth, streams, interval = (int(argument) for argument in sys.argv[1:])
+        given = [int(argument) for argument in sys.argv[1:]]
+        layers, depth, streams, interval, ranks = given if len(given) == 5 else (*given, 1)
     except ValueError:
-        layers = depth = streams = interval = 0
-    if min(layers, depth, interval) < 1 or streams not in LANES:
+        layers = depth = streams = interval = ranks = 0
+    if min(layers, depth, interval, ranks) < 1 or streams not in LANES:
         print(f"{USAGE}; got {' '.join(sys.argv[1:]) or 'nothing'}", file=sys.stderr)
         return 2
     blocks = Blocks(
@@ -88,6 +93,7 @@ def main() -> int:
         streams=streams,
         checkpoint_interval=interval,
         late_moments=True,
+        num_ranks=ranks,
     )
     print("\n".join(drawing(blocks)), f"{LEGEND}\n", sep="\n")
     print("Operations in issue order; `'` is one of the step before.")

@@ -39,6 +39,8 @@ class Blocks:
     """Exact global-norm clipping: no update before the whole backward is done."""
     optimizer_overlap: bool = True
     late_moments: bool = False
+    num_ranks: int = 1
+    """Processes that train together; each has one of as many equal parts of every block."""
 
     @property
     def num_blocks(self) -> int:

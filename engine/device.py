@@ -25,11 +25,11 @@ class DeviceMemory:
 
     def __init__(self, blocks: Blocks, work: Work, store: Store, device: torch.device) -> None:
         layouts = work.layouts
-        self._work, self._device = work, device
+        self._work, self._device, self._ranks = work, device, store.ranks
         numbers = range(blocks.num_blocks)
         owners = [block for block in numbers if blocks.owns_weights(block)]
         self._homes = {
-            b: store.states[b].weight if blocks.on_device(b) else self._zeros(layouts[b].numel)
+            b: store.homes[b] if blocks.on_device(b) else self._zeros(layouts[b].numel)
             for b in owners
         }
         self._own_weights = {b: leaves(layouts[b], home) for b, home in self._homes.items()}
@@ -47,8 +47,11 @@ class DeviceMemory:
         }
         self._layer_wide = self._wide(work.largest_layer, work.num_micro_batches)
         self.outer_gradients = {b: self._outer(b) for b in (0, blocks.head)}
+        longest = max(layout.numel for layout in layouts)
+        self._received = self._zeros(longest if blocks.num_ranks > 1 else 0)
+        """What other ranks have of this one's part of a block's gradients."""
         self.norms = torch.zeros(blocks.num_blocks, device=device)
-        """Norm of each block's gradients."""
+        """Norm of each block's gradients; of several ranks, of this one's part of their sum."""
         self.scale = torch.ones((), device=device)
         """What updates on the device multiply gradients by; NaN forbids them."""
         self.verdict = torch.zeros(3, pin_memory=device.type == "cuda")
@@ -90,6 +93,22 @@ class DeviceMemory:
         """The flat gradient slab of the block."""
         flat = self._own_slabs[op.block] if op.slab < 0 else self._slabs[op.slab]
         return flat[: self.layout(op).numel]
+
+    def mine(self, op: Op, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the operation's block, of its weights' home or its slab."""
+        return flat[self._ranks.part(self.layout(op).numel)]
+
+    def gather(self, op: Op) -> None:
+        """Whole weights, of which this rank's part has come."""
+        self._ranks.gather(self.home(op)[: self.layout(op).numel])
+
+    def scatter(self, op: Op) -> torch.Tensor:
+        """This rank's part of the slab, with the sum of all ranks': in fp32, rounded once."""
+        slab = self.slab(op)
+        received = self._received[: slab.numel()]
+        self._ranks.exchange(slab, received)
+        parts = received.view(self._ranks.count, -1)
+        return self.mine(op, slab).copy_(parts.sum(0, dtype=torch.float32))
 
     def gradients(self, op: Op) -> Gradients:
         """A block's sums, into its slab."""

@@ -25,7 +25,7 @@ from engine.layers.autograd import gradients
 from engine.layers.decoder import Decoder, Recording, tensors
 from engine.layers.head import loss_alone, loss_and_gradients, summed_cross_entropy
 from engine.layers.offload import Offloaded, copy_in_pieces, storages
-from engine.layout import BLOCK_ALIGNMENT, Layout
+from engine.layout import BLOCK_ALIGNMENT, Layout, within
 from engine.master import BlockState
 from engine.recipe import Batch, NonFiniteLossError
 from engine.sizes import Work
@@ -77,7 +77,7 @@ class Executor:
     ) -> None:
         """before: called with a block before its state changes, on the lane that changes it; late
         moments follow an update that was."""
-        self._before = before
+        self._before, self._ranks = before, store.ranks
         self.blocks, self.work, self.decoder = blocks, work, decoder
         self.store, self.optimizer, self.lanes, self.device = store, optimizer, lanes, device
         self._summed = summed_cross_entropy
@@ -97,9 +97,10 @@ class Executor:
         self._num_embed = len(work.layouts[0].fields)
         self._late: dict[int, tuple[int, float]] = {}
         """Block whose moments wait -> (step, scale) of its update."""
+        self._reached: dict[int, tuple[bool, ...]] = {}
+        """Block -> which of its parameters get a gradient here."""
         self._trained: dict[int, tuple[bool, ...]] = {}
-        """Block -> which of its parameters get a gradient; torch's optimizers leave the others
-        alone."""
+        """Block -> which of them do on some rank; torch's optimizers leave the others alone."""
         self._parts: dict[int, list[tuple[BlockState, slice, bool]]] = {}
         """Block -> what an update takes: its state in stretches, one where all is trained alike,
         where each lies, and whether it decays."""
@@ -107,6 +108,8 @@ class Executor:
         """Of the step, for updates on the device, with decay and without; _decide makes it."""
         self.handlers: dict[Kind, Handler] = {
             Kind.LOAD: self._load,
+            Kind.GATHER: self._gather,
+            Kind.SCATTER: self._scatter,
             Kind.STORE: self._store,
             Kind.EVICT: self._evict,
             Kind.DROP: self._drop,
@@ -149,9 +152,8 @@ class Executor:
 
     def _begin(self, batch: Batch, index: int) -> StepState:
         loss, norm = (torch.zeros((), dtype=torch.float32, device=self.device) for _ in range(2))
-        return StepState(
-            index=index, batch=batch, num_tokens=batch.num_tokens, loss=loss, norm=norm
-        )
+        mine = batch.rows(self._ranks.part(batch.tokens.shape[1]))
+        return StepState(index=index, batch=mine, num_tokens=batch.num_tokens, loss=loss, norm=norm)
 
     def _enqueue(
         self, ops: Sequence[Op], state: StepState, before: list[Ticket], now: list[Ticket]
@@ -170,11 +172,23 @@ class Executor:
 
     def _load(self, op: Op, _: StepState) -> None:
         source = self.store.states[op.block].weight
-        self.memory.home(op)[: source.numel()].copy_(source, non_blocking=True)
+        self.memory.mine(op, self.memory.home(op)).copy_(source, non_blocking=True)
         self.counters["h2d_bytes"] += source.nbytes
 
+    def _gather(self, op: Op, _: StepState) -> None:
+        self.memory.gather(op)
+
+    def _scatter(self, op: Op, _: StepState) -> None:
+        part = self.memory.scatter(op)
+        if self.blocks.clip:
+            self.memory.norms[op.block] = norm_of([part.view(-1, BLOCK_ALIGNMENT)])
+        if op.block not in self._trained:  # once: this thread waits for the other ranks
+            here = torch.tensor([1, *self._reached[op.block]], dtype=torch.uint8)
+            somewhere = self._ranks.stacked(here.to(self.device)).amax(0).tolist()
+            self._trained[op.block] = tuple(map(bool, somewhere[1:]))
+
     def _store(self, op: Op, _: StepState) -> None:
-        source = self.memory.slab(op)
+        source = self.memory.mine(op, self.memory.slab(op))
         self.store.slabs[op.host_slab][: source.numel()].copy_(source, non_blocking=True)
         self.counters["d2h_bytes"] += source.nbytes
 
@@ -272,8 +286,6 @@ class Executor:
             s.grads.append(grad)
         s.hidden.clear()
         self._finish(op, self.memory.gradients(op))
-        if not self.blocks.clip:
-            self._decide(s, norm=torch.zeros_like(s.loss), scale=torch.ones_like(s.loss))
 
     def _evaluate(self, op: Op, s: StepState) -> None:
         s.hidden = self._run_layer(op, s, s.hidden, graph=False)
@@ -283,6 +295,7 @@ class Executor:
         for hidden, labels in zip(s.hidden, s.batch.labels, strict=True):
             here = self._to_device(labels)
             s.loss.add_(loss_alone(self.decoder, hidden, here, summed=self._summed, **given))
+        s.loss.copy_(self._ranks.stacked(s.loss[None]).sum())
 
     def _add_outer(self, grads: Sequence[torch.Tensor | None]) -> None:
         self.memory.outer_gradients[0].add(grads[: self._num_embed])
@@ -342,45 +355,57 @@ class Executor:
     def _finish(self, op: Op, sums: Gradients) -> None:
         self._note(op, sums.reached)
         flat = sums.finish()
+        if self._ranks.count > 1:
+            return  # the norm is of the sum, and `_scatter`'s
+        self._trained[op.block] = self._reached[op.block]
         if self.blocks.clip:
             self.memory.norms[op.block] = norm_of([flat.view(-1, BLOCK_ALIGNMENT)])
 
     def _note(self, op: Op, reached: tuple[bool, ...]) -> None:
-        """Remember, at a block's first backward, what of it is to be updated."""
-        layout = self.memory.layout(op)
-        if op.block not in self._trained:
-            self._parts[op.block] = self._stretches(layout, reached, self.store.states[op.block])
-            self._trained[op.block] = reached
-        if self._trained[op.block] != reached:
-            pairs = zip(layout.fields, reached, self._trained[op.block], strict=True)
-            name = next(f.name for f, now, first in pairs if now != first)
+        """Remember, at a block's first backward, what of it gets a gradient."""
+        first = self._reached.setdefault(op.block, reached)
+        if first != reached:
+            triples = zip(self.memory.layout(op).fields, reached, first, strict=True)
+            name = next(f.name for f, now, before in triples if now != before)
             raise ValueError(
                 f"model: {self.decoder.full_name(op.block, name)} gets a gradient in some steps "
                 "only, allowed are parameters that get one in all or in none; choose another model"
             )
 
+    def _updated(self, block: int) -> list[tuple[BlockState, slice, bool]]:
+        """What an update takes of this rank's part."""
+        if block not in self._parts:
+            layout, state = self.work.layouts[block], self.store.states[block]
+            found = self._stretches(layout, self._trained[block], self.store.part(block))
+            self._parts[block] = [(state.part(mine), mine, decays) for mine, decays in found]
+        return self._parts[block]
+
     def _stretches(
-        self, layout: Layout, reached: tuple[bool, ...], state: BlockState
-    ) -> list[tuple[BlockState, slice, bool]]:
+        self, layout: Layout, reached: tuple[bool, ...], part: slice
+    ) -> list[tuple[slice, bool]]:
+        """What of a part of the block is trained, counted from its start, and whether it decays."""
         decayed = [self.optimizer.recipe.decays(len(field.shape)) for field in layout.fields]
-        return [
-            (state.part(stretch), stretch, decays)
+        found = [
+            (within(stretch, part), decays)
             for decays in (True, False)
             for stretch in layout.stretches(
                 [r and d is decays for r, d in zip(reached, decayed, strict=True)]
             )
         ]
+        return [(mine, decays) for mine, decays in found if mine.start < mine.stop]
 
     # Clipping and updates.
 
     def _clip(self, _: Op, s: StepState) -> None:
-        norm = s.norm.copy_(norm_of([self.memory.norms]))
-        self._decide(s, norm=norm, scale=clip_scale(norm, self.optimizer.recipe.clip_norm))
-
-    def _decide(self, s: StepState, *, norm: torch.Tensor, scale: torch.Tensor) -> None:
-        """One verdict for updates on both sides: the gradients' scale, not finite where the loss or
-        the norm is not."""
-        scale = scale + 0.0 * s.loss
+        """One verdict for updates on both sides and on every rank: the gradients' scale, not finite
+        where the loss or the norm is not."""
+        of_all = self._ranks.stacked(torch.cat((s.loss[None], self.memory.norms)))
+        s.loss.copy_(of_all[:, 0].sum())
+        scale = torch.ones_like(s.loss)
+        if self.blocks.clip:
+            s.norm.copy_(norm_of([of_all[:, 1:].flatten()]))
+            scale = clip_scale(s.norm, self.optimizer.recipe.clip_norm)
+        norm, scale = s.norm, scale + 0.0 * s.loss
         self.memory.verdict.copy_(torch.stack((s.loss, norm, scale)), non_blocking=True)
         if self.blocks.device_optimizer:
             self.memory.scale.copy_(scale)
@@ -389,11 +414,11 @@ class Executor:
                 self._hyper[decays] = self._to_device(hyper)
 
     def _update_here(self, op: Op, _: StepState) -> None:
-        slab = self.memory.slab(op)
+        gradient = self.memory.mine(op, self.memory.slab(op))
         self._before(op.block)
-        for state, part, decays in self._parts[op.block]:
+        for state, part, decays in self._updated(op.block):
             self.optimizer.device_step(
-                state, slab[part], hyper=self._hyper[decays], scale=self.memory.scale
+                state, gradient[part], hyper=self._hyper[decays], scale=self.memory.scale
             )
 
     def _check(self, _: Op, s: StepState) -> None:
@@ -421,7 +446,7 @@ class Executor:
             self.store.parked[op.block] if op.host_slab < 0 else self.store.slabs[op.host_slab]
         )
         self._before(op.block)
-        for state, part, decays in self._parts[op.block]:
+        for state, part, decays in self._updated(op.block):
             g = gradient[part]
             self.optimizer.step(state, g, step=s.index, scale=scale, taken=taken, decays=decays)
         if taken is Pass.WEIGHTS:
@@ -435,7 +460,7 @@ class Executor:
         if block not in self._late:  # the first step, or one after a checkpoint
             return
         started, (step, scale) = time.perf_counter(), self._late.pop(block)
-        for state, part, _ in self._parts[block]:
+        for state, part, _ in self._updated(block):
             gradient = self.store.slabs[block][part]
             self.optimizer.step(state, gradient, step=step, scale=scale, taken=Pass.MOMENTS)
         self.counters["optimizer_s"] += time.perf_counter() - started

@@ -10,7 +10,7 @@ KiB in the narrowest dtype, so that blocks laid end to end stay page-aligned.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -38,6 +38,11 @@ class Field:
         """Elements of the parameter."""
         return self.shape.numel()
 
+    @property
+    def stretch(self) -> slice:
+        """Its elements in the block."""
+        return slice(self.offset, self.offset + self.numel)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -46,6 +51,10 @@ class Layout:
     fields: tuple[Field, ...]
     numel: int
     """Elements including padding, a multiple of BLOCK_ALIGNMENT."""
+
+    def in_parts(self, count: int) -> Layout:
+        """The same, padded to that many equal parts, each of which is whole pages."""
+        return replace(self, numel=round_up(self.numel, BLOCK_ALIGNMENT * count))
 
     @property
     def num_params(self) -> int:
@@ -93,6 +102,13 @@ def pack(shapes: Iterable[tuple[str, torch.Size]], frozen: Container[str] = ()) 
         fields.append(Field(name=name, offset=end, shape=shape, frozen=name in frozen))
         end += round_up(shape.numel(), PARAMETER_ALIGNMENT)
     return Layout(fields=tuple(fields), numel=round_up(max(end, 1), BLOCK_ALIGNMENT))
+
+
+def within(stretch: slice, part: slice) -> slice:
+    """What of a stretch of a block lies in a part of it, counted from the start of the part; empty
+    where nothing does."""
+    start = min(max(stretch.start, part.start), part.stop)
+    return slice(start - part.start, max(start, min(stretch.stop, part.stop)) - part.start)
 
 
 def round_up(value: int, multiple: int) -> int:

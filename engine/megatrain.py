@@ -21,6 +21,7 @@ from engine.layers.decoder import Decoder
 from engine.layers.rehearsal import rehearse
 from engine.planner.planner import Machine, Planner
 from engine.planner.rates import Rates
+from engine.ranks import Ranks
 from engine.recipe import Batch, Recipe
 from engine.sizes import Masks, Plan, Widths, Work, dtype_name
 from engine.timeline import Timeline, last_step
@@ -45,13 +46,15 @@ class MegaTrain(Trainer):
         lanes: Lanes | None = None,
         machine: Machine | None = None,
         packed: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         """model: a skeleton, parameters on the meta device or to be overwritten; it becomes the
         engine's own.
 
         machine: what to place and predict for; None is the machine at hand, without a limit on host
-        memory. packed: whether to plan for several documents in a sequence. Raises ValueError where
-        the model, the dtype or an option is not supported.
+        memory. packed: whether to plan for several documents in a sequence. ranks: those that train
+        together, each on its rows of a micro-batch; None is one alone. Raises ValueError where the
+        model, the dtype or an option is not supported, or ranks do not divide the rows.
         """
         _check(
             dtype,
@@ -60,18 +63,21 @@ class MegaTrain(Trainer):
             seq_len=seq_len,
         )
         config, device = config or EngineConfig(), _with_index(torch.device(device))
-        if config.mlp_chunk >= micro_batch_size * seq_len:
+        ranks = ranks or Ranks()
+        rows = _rows(micro_batch_size, ranks)
+        if config.mlp_chunk >= rows * seq_len:
             config = replace(config, mlp_chunk=0)
         decoder = Decoder(model, mlp_chunk=config.mlp_chunk)
-        rehearse(decoder, dtype=dtype, device=device, micro_batch=(micro_batch_size, seq_len))
+        rehearse(decoder, dtype=dtype, device=device, micro_batch=(rows, seq_len))
         asked = _asked(config, num_layers=decoder.num_layers, clip=recipe.clip_norm > 0)
-        masks = Masks.of(model.config, micro_batch_size, seq_len, dtype.itemsize)
+        asked = replace(asked, num_ranks=ranks.count)
+        masks = Masks.of(model.config, rows, seq_len, dtype.itemsize)
         work = Work(
-            layouts=decoder.layouts(),
+            layouts=[layout.in_parts(ranks.count) for layout in decoder.layouts()],
             widths=Widths.of(model.config),
             dtype=dtype,
             num_micro_batches=num_micro_batches,
-            rows=micro_batch_size,
+            rows=rows,
             seq_len=seq_len,
             loss_chunk=config.loss_chunk,
             mlp_chunk=config.mlp_chunk,
@@ -87,7 +93,14 @@ class MegaTrain(Trainer):
         )
         blocks = self._planner.placed(asked)
         super().__init__(
-            decoder, work, blocks, recipe=recipe, config=config, device=device, lanes=lanes
+            decoder,
+            work,
+            blocks,
+            recipe=recipe,
+            config=config,
+            device=device,
+            lanes=lanes,
+            ranks=ranks,
         )
 
     def counters(self) -> dict[str, float]:
@@ -175,6 +188,7 @@ class MegaTrain(Trainer):
         for block in range(self.blocks.num_blocks):
             self.saver.before(block)
         self._next_step = state.resume(self.store, directory, self.recipe)
+        self.store.spread()
 
     def _settle(self) -> None:
         """Drain, and update the moments that would wait for the next step."""
@@ -248,6 +262,16 @@ def _asked(config: EngineConfig, *, num_layers: int, clip: bool) -> Blocks:
             f"{blocks.keep_activations} of {num_layers} layers; lower one of the two"
         )
     return blocks
+
+
+def _rows(micro_batch_size: int, ranks: Ranks) -> int:
+    """Rows of a micro-batch that each rank has. ValueError where they are not equally many."""
+    if micro_batch_size % ranks.count:
+        raise ValueError(
+            f"ranks: got {ranks.count}, allowed a divisor of the {micro_batch_size} rows of a "
+            "micro-batch; change one of them"
+        )
+    return micro_batch_size // ranks.count
 
 
 def _check(dtype: torch.dtype, **shape: int) -> None:

@@ -7,7 +7,7 @@ Invariant: nothing here knows which system trains, so two systems given the same
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -129,6 +129,16 @@ class Batch:
     def num_tokens(self) -> int:
         """Label tokens in the step: padding and ignored positions are not counted."""
         return int((self.labels != IGNORE_INDEX).sum())
+
+    def rows(self, chosen: slice) -> Batch:
+        """These rows of every micro-batch."""
+        return replace(
+            self,
+            tokens=self.tokens[:, chosen],
+            labels=self.labels[:, chosen],
+            attention_mask=None if self.attention_mask is None else self.attention_mask[:, chosen],
+            position_ids=None if self.position_ids is None else self.position_ids[:, chosen],
+        )
 
     def require(self, shape: tuple[int, ...]) -> None:
         """ValueError, one line, where a tensor is not int64 of that shape, or where the batch is

@@ -210,6 +210,8 @@ class StoreSpec:
     """Blocks whose gradients move out of a shared slab and wait in memory of their own."""
     on_device: int = 0
     """First blocks whose weights and optimizer state live on the device instead."""
+    num_ranks: int = 1
+    """Of which each has an equal part of every block."""
     pinned: str = "none"
     """One of config.PINNED; none where there is no device to copy to."""
 
@@ -217,13 +219,15 @@ class StoreSpec:
     def of(
         cls, blocks: Blocks, work: Work, config: EngineConfig, device: torch.device
     ) -> StoreSpec:
-        """What a step of `blocks` needs."""
+        """What a step of `blocks` needs of one rank."""
+        num_ranks = blocks.num_ranks
         shared = [block for block in blocks.hosted if blocks.shares_slab(block)]
         first = blocks.gradient_slabs if blocks.pooled else 0
-        slabs = dict.fromkeys(range(blocks.gradient_slabs), work.largest_layer) if shared else {}
+        pool = range(blocks.gradient_slabs)
+        slabs = dict.fromkeys(pool, work.largest_layer // num_ranks) if shared else {}
         for block in blocks.hosted:
             if block not in shared:
-                slabs[first + block] = work.layouts[block].numel
+                slabs[first + block] = work.layouts[block].numel // num_ranks
         activations = round_up(math.ceil(work.moved_bytes * ACTIVATION_MARGIN), PAGE)
         return cls(
             layouts=work.layouts,
@@ -233,6 +237,7 @@ class StoreSpec:
             activations=dict.fromkeys(blocks.offloaded, activations),
             parked=shared if blocks.deferred else (),
             on_device=blocks.device_optimizer,
+            num_ranks=num_ranks,
             pinned=config.pinned if device.type == "cuda" else "none",
         )
 
@@ -242,11 +247,15 @@ class StoreSpec:
         numels = (*self.hosted_numels, *self.slabs.values())
         return [numel * self.dtype.itemsize for numel in numels] + list(self.activations.values())
 
+    def part(self, block: int) -> int:
+        """Elements of a rank's part of a block."""
+        return self.layouts[block].numel // self.num_ranks
+
     @property
     def hosted_numels(self) -> list[int]:
-        """Elements of each block on the host, 0 where the block is on the device."""
-        numels = [layout.numel for layout in self.layouts]
-        return [0] * self.on_device + numels[self.on_device :]
+        """Elements of each block's part on the host, 0 where the block is on the device."""
+        hosted = range(self.on_device, len(self.layouts))
+        return [0] * self.on_device + [self.part(block) for block in hosted]
 
     @property
     def extra_dtype(self) -> torch.dtype | None:
@@ -257,7 +266,7 @@ class StoreSpec:
 
     def host_bytes(self) -> dict[str, int]:
         """Host bytes by kind, as they will be allocated."""
-        parked = sum(self.layouts[block].numel for block in self.parked)
+        parked = sum(map(self.part, self.parked))
         kinds = {
             "gradients": (sum(self.slabs.values()) + parked) * self.dtype.itemsize,
             "activations": sum(self.activations.values()),
@@ -267,8 +276,10 @@ class StoreSpec:
         return self._state_bytes(sum(self.hosted_numels)) | kinds
 
     def device_state_bytes(self) -> dict[str, int]:
-        """Device bytes, by kind, of the blocks that live there."""
-        return self._state_bytes(sum(layout.numel for layout in self.layouts[: self.on_device]))
+        """Device bytes, by kind, of the blocks that live there, beside their weights, which are
+        whole on each rank."""
+        kinds = self._state_bytes(sum(map(self.part, range(self.on_device))))
+        return {kind: size for kind, size in kinds.items() if kind != "weights"}
 
     def _state_bytes(self, numel: int) -> dict[str, int]:
         return {
@@ -345,12 +356,20 @@ def device_bytes(blocks: Blocks, work: Work) -> dict[str, int]:
     kept = blocks.keep_activations * work.kept_bytes
     return {
         "weights": weights * work.itemsize,
-        "gradients": slabs * work.itemsize + 4 * _summed_numel(work),
+        "gradients": slabs * work.itemsize + 4 * _summed_numel(work) + _exchanged(blocks, work),
         "checkpoints": (saved + 2) * work.num_micro_batches * work.hidden_bytes,
         "kept": kept,
         "activations": max(_peaks(blocks, work)) - kept,
         **({"masks": work.num_micro_batches * work.masks.given} if work.masks.given else {}),
     }
+
+
+def _exchanged(blocks: Blocks, work: Work) -> int:
+    """Bytes of the parts that come from other ranks, of the largest block, and their fp32 sum."""
+    if blocks.num_ranks == 1:
+        return 0
+    numel = max(layout.numel for layout in work.layouts)
+    return numel * work.itemsize + 4 * numel // blocks.num_ranks
 
 
 def _all(blocks: Blocks) -> range:

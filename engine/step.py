@@ -20,10 +20,11 @@ from engine.blocks import Blocks, Fate
 from engine.waits import derive
 
 COMPUTE, H2D, D2H, FETCH, CPU = "compute", "h2d", "d2h", "fetch", "cpu"
+PEERS = "peers"
 LANES = {
-    1: {COMPUTE: COMPUTE, H2D: COMPUTE, D2H: COMPUTE, FETCH: COMPUTE, CPU: CPU},
-    2: {COMPUTE: COMPUTE, H2D: "copy", D2H: "copy", FETCH: "copy", CPU: CPU},
-    3: {COMPUTE: COMPUTE, H2D: H2D, D2H: D2H, FETCH: FETCH, CPU: CPU},
+    1: {COMPUTE: COMPUTE, H2D: COMPUTE, D2H: COMPUTE, FETCH: COMPUTE, PEERS: COMPUTE, CPU: CPU},
+    2: {COMPUTE: COMPUTE, H2D: "copy", D2H: "copy", FETCH: "copy", PEERS: "copy", CPU: CPU},
+    3: {COMPUTE: COMPUTE, H2D: H2D, D2H: D2H, FETCH: FETCH, PEERS: PEERS, CPU: CPU},
 }
 """Number of CUDA streams -> the lane that each kind of work runs on; the CPU worker is always its
 own."""
@@ -42,14 +43,16 @@ class Kind(Enum):
         "compute backward"  # where activations are recomputed, their forward with a graph too
     )
     EMBED_BACKWARD = "compute embed_backward"
-    LOAD = "load"  # a block's weights to the device
-    STORE = "store"  # a block's gradients to the host
+    LOAD = "load"  # a block's weights to the device; of several ranks, each one's part
+    GATHER = "gather"  # the other ranks' parts of the weights
+    SCATTER = "scatter"  # the sum of all ranks' gradients, of each one's part
+    STORE = "store"  # a block's gradients, or a rank's part of them, to the host
     PARK = "keep"  # gradients out of a shared host slab, which frees it
     EVICT = "evict"  # a layer's activations to the host
     DROP = "drop"  # their device memory given up
     STAGE = "stage"  # device memory for them again
     FETCH = "fetch"  # and back
-    CLIP = "clip"  # the scale of all gradients, from their global norm
+    CLIP = "clip"  # the verdict: the loss, the global norm and the scale of all gradients
     CHECK = "check"  # the CPU looks at the loss and the norm: after a bad one it does nothing more
     UPDATE = "step"  # AdamW on a block, on the CPU; in two passes the weights alone
     UPDATE_HERE = "step device_step"  # AdamW on a block that lives on the device
@@ -121,6 +124,8 @@ class Step:
     def __init__(self, blocks: Blocks, *, trains: bool = True) -> None:
         self.blocks, self.trains = blocks, trains
         self.lanes = LANES[blocks.streams]
+        self.peers = ["peers"] if blocks.num_ranks > 1 else []
+        """What every operation writes in which ranks talk: they must do so in one order on all."""
         self.visits = list(self._visits())
         self.host_slab = {v.block: v.host_slab for v in self.visits if v.kind in GRADIENTS}
         self.drops = blocks.drops()
@@ -216,6 +221,14 @@ class Step:
             reads = [f"host weights {visit.block}", *self._updates_done()]
             writes = [_weights(visit.block, visit.slot)]
             yield self._op(Kind.LOAD, visit.block, H2D, reads, writes, slot=visit.slot)
+            yield from self._gather(visit.block, visit.slot)
+
+    def _gather(self, block: int, slot: int) -> Iterator[Op]:
+        """Whole weights where a rank's part of them has come."""
+        if self.peers:
+            here = _weights(block, slot)
+            writes = [here, *self.peers]
+            yield self._op(Kind.GATHER, block, PEERS, [here], writes, slot=slot)
 
     def _updates_done(self) -> list[str]:
         """What a step's first operations read, and updates write, where it must not begin before
@@ -232,9 +245,10 @@ class Step:
             reads += self._updates_done()
         elif kind in (Kind.TAIL, Kind.LOSS):
             reads.append("device weights 0")  # tied embeddings, whose gradient begins here
-        if kind is Kind.TAIL:
+        if kind is Kind.LOSS:
+            writes += self.peers  # it is that of all ranks
+        elif kind is Kind.TAIL:
             writes += ["device gradients 0", f"device gradients {block}"]
-            writes += [] if self.blocks.clip else ["verdict"]
         elif kind in GRADIENTS:
             writes.append(_gradients(block, visit.slab))
         if visit.fate is Fate.OFFLOADED:
@@ -242,7 +256,7 @@ class Step:
             writes.append(f"activations {block}")
         yield self._op(kind, block, COMPUTE, reads, writes, fate=visit.fate, **places)
         if kind is Kind.TAIL and not self.blocks.clip:
-            yield self._check()
+            yield from self.decide()
 
     # Activations.
 
@@ -283,35 +297,43 @@ class Step:
         if visit.kind not in GRADIENTS:
             return
         block, host, b = visit.block, visit.host_slab, self.blocks
+        here, there = _gradients(block, visit.slab), f"host slab {host}"
+        if self.peers:
+            writes = [here, "norms", *self.peers]
+            yield self._op(Kind.SCATTER, block, PEERS, [here], writes, slab=visit.slab)
         if not b.on_device(block):
-            here, there = _gradients(block, visit.slab), f"host slab {host}"
             places = {"slab": visit.slab, "host_slab": host}
             yield self._op(Kind.STORE, block, D2H, [here], [there], **places)
             if b.deferred and b.shares_slab(block):
                 parked = f"host gradients {block}"
                 yield self._op(Kind.PARK, block, CPU, [there], [parked], host_slab=host)
         if not b.deferred:
-            yield self._update(block)
+            yield from self._update(block)
 
     def clip(self) -> Iterator[Op]:
         """The scale of all gradients, once the last is there."""
         if self.blocks.clip:
-            yield self._op(Kind.CLIP, -1, COMPUTE, [], ["verdict"])
-            yield self._check()
+            yield from self.decide()
 
-    def _check(self) -> Op:
-        return self._op(Kind.CHECK, -1, CPU, ["verdict"], [])
+    def decide(self) -> Iterator[Op]:
+        """The verdict, from the loss and the norms of all ranks, and the CPU's look at it."""
+        reads = ["norms"] if self.peers and self.blocks.clip else []
+        yield self._op(Kind.CLIP, -1, COMPUTE, reads, ["verdict", *self.peers])
+        yield self._op(Kind.CHECK, -1, CPU, ["verdict"], [])
 
     def updates(self) -> Iterator[Op]:
         """Those that waited for the whole backward."""
         if self.blocks.deferred:
-            yield from (self._update(block) for block in range(self.blocks.num_blocks))
+            for block in range(self.blocks.num_blocks):
+                yield from self._update(block)
 
-    def _update(self, block: int) -> Op:
+    def _update(self, block: int) -> Iterator[Op]:
         """AdamW on one block, from its slab or from where its gradients were parked."""
         if self.blocks.on_device(block):
             reads, writes = [f"device gradients {block}"], [f"device weights {block}"]
-            return self._op(Kind.UPDATE_HERE, block, COMPUTE, reads, writes)
+            yield self._op(Kind.UPDATE_HERE, block, COMPUTE, reads, writes)
+            yield from self._gather(block, -1)
+            return
         parked = self.blocks.deferred and self.blocks.shares_slab(block)
         slab = -1 if parked else self.host_slab[block]
         gradients = f"host gradients {block}" if parked else f"host slab {slab}"
@@ -319,7 +341,7 @@ class Step:
         writes = [f"host weights {block}", *self._updates_done()]
         writes += [] if self.blocks.two_passes else [moments]
         reads = [gradients, "verdict", moments]
-        return self._op(Kind.UPDATE, block, CPU, reads, writes, host_slab=slab)
+        yield self._op(Kind.UPDATE, block, CPU, reads, writes, host_slab=slab)
 
     def late_moments(self) -> Iterator[Op]:
         """The last step's moments, in the order in which the backward needs the slabs."""

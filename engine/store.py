@@ -1,5 +1,5 @@
 """The store: the only owner of parameters, optimizer state and gradients, on the host but for
-blocks placed on the device.
+blocks placed on the device. Of several ranks each has its own part of every block.
 
 Two kinds of memory, allocated once: pinned (all that a DMA touches: weights, gradient and
 activation slabs; one arena of exact size unless `system.pinned` says otherwise) and pageable (all
@@ -9,12 +9,14 @@ allocated or pinned after setup, and every byte is in `host_bytes`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from engine.layout import within
 from engine.master import BlockState, read_master, write_master
+from engine.ranks import Ranks
 from engine.sizes import PAGE, StoreSpec
 
 PIECE = 1 << 20
@@ -25,15 +27,15 @@ more while it is."""
 class Store:
     """The arenas, cut up by block."""
 
-    def __init__(self, spec: StoreSpec, *, device: torch.device) -> None:
-        self.spec = spec
+    def __init__(self, spec: StoreSpec, *, device: torch.device, ranks: Ranks) -> None:
+        self.spec, self.ranks = spec, ranks
         sizes = spec.hosted_numels
         self._arena = Arena(spec.buffers(), pinned=spec.pinned)
         pieces = iter(self._arena.pieces)
         weights = [next(pieces).view(spec.dtype) for _ in sizes]
         self.slabs = {slab: next(pieces).view(spec.dtype) for slab in spec.slabs}
         self.activations = {layer: next(pieces) for layer in spec.activations}
-        numels = {block: spec.layouts[block].numel for block in spec.parked}
+        numels = {block: spec.part(block) for block in spec.parked}
         self.parked = {b: torch.zeros(numel, dtype=spec.dtype) for b, numel in numels.items()}
         moments = [_cut(torch.zeros(sum(sizes)), sizes) for _ in range(2)]
         extras: list[torch.Tensor] | list[None] = [None] * len(sizes)
@@ -43,49 +45,74 @@ class Store:
             BlockState(weight=w, extra=x, exp_avg=m, exp_avg_sq=v)
             for w, x, m, v in zip(weights, extras, *moments, strict=True)
         ]
+        self.homes: dict[int, torch.Tensor] = {}
+        """Block on the device -> its whole weights; of them the state has this rank's part."""
         for block in range(spec.on_device):
-            self.states[block] = _device_state(spec, spec.layouts[block].numel, device)
+            home = torch.zeros(spec.layouts[block].numel, dtype=spec.dtype, device=device)
+            self.homes[block] = home
+            self.states[block] = _device_state(spec, home[self.part(block)])
+
+    def part(self, block: int) -> slice:
+        """This rank's elements of a block."""
+        return self.ranks.part(self.spec.layouts[block].numel)
+
+    def spread(self) -> None:
+        """Weights on the device are whole again after this rank's part of them was written."""
+        for home in self.homes.values():
+            self.ranks.gather(home)
 
     def set_parameter(self, block: int, name: str, value: torch.Tensor) -> None:
-        """Store an initial or resumed parameter, of any dtype and device, as master and weight."""
+        """Store an initial or resumed parameter, of any dtype and device, as master and weight:
+        what of it this rank has."""
         field = next(f for f in self.spec.layouts[block].fields if f.name == name)
         assert value.shape == field.shape, f"{name}: {tuple(value.shape)}, not {tuple(field.shape)}"
-        state = self.states[block].part(slice(field.offset, field.offset + field.numel))
+        state = self.states[block].part(within(field.stretch, self.part(block)))
+        flat = value.reshape(-1)[within(self.part(block), field.stretch)]
         split = state.extra is not None and state.extra.dtype == torch.int16
         if value.dtype == state.weight.dtype and (state.extra is None or split):
-            state.weight.copy_(value.reshape(-1))  # exact: the remainder is zero
+            state.weight.copy_(flat)  # exact: the remainder is zero
             if state.extra is not None:
                 state.extra.zero_()
             return
-        flat = value.reshape(-1)
-        for start in range(0, field.numel, PIECE):
-            part = state.part(slice(start, min(start + PIECE, field.numel)))
+        for start in range(0, flat.numel(), PIECE):
+            part = state.part(slice(start, min(start + PIECE, flat.numel())))
             master = flat[start : start + PIECE].float().to(part.weight.device)
             write_master(master, part.weight, part.extra)
 
     def parameters(self, block: int) -> Iterator[tuple[str, torch.Tensor]]:
         """(local name, fp32 copy on the host) of a block's parameters."""
-        for f in self.spec.layouts[block].fields:
-            state = self.states[block].part(slice(f.offset, f.offset + f.numel))
-            master = read_master(state.weight, state.extra)
-            yield f.name, master.to("cpu", copy=True).view(f.shape)
+        return self._named(block, lambda state: read_master(state.weight, state.extra))
 
     def moments(self, block: int) -> Iterator[tuple[str, torch.Tensor]]:
         """(local name, fp32 copy on the host) of the first moment of a block's parameters."""
-        for f, view in self.spec.layouts[block].items(self.states[block].exp_avg):
-            yield f.name, view.to("cpu", copy=True)
+        return self._named(block, lambda state: state.exp_avg)
+
+    def _named(
+        self, block: int, read: Callable[[BlockState], torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """What `read` finds, by parameter; alone one at a time, so that a copy is no larger."""
+        layout, state = self.spec.layouts[block], self.states[block]
+        if self.ranks.count == 1:
+            for f in layout.fields:
+                yield f.name, read(state.part(f.stretch)).to("cpu", copy=True).view(f.shape)
+            return
+        whole = torch.zeros(layout.numel)
+        whole[self.part(block)] = read(state).to("cpu")
+        self.ranks.gather(whole)
+        for f, view in layout.items(whole):
+            yield f.name, view.clone()
 
     def close(self) -> None:
         """Unpin; idempotent."""
         self._arena.close()
 
 
-def _device_state(spec: StoreSpec, numel: int, device: torch.device) -> BlockState:
+def _device_state(spec: StoreSpec, weight: torch.Tensor) -> BlockState:
     def zeros(dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(numel, dtype=dtype, device=device)
+        return torch.zeros_like(weight, dtype=dtype)
 
     return BlockState(
-        weight=zeros(spec.dtype),
+        weight=weight,
         extra=None if spec.extra_dtype is None else zeros(spec.extra_dtype),
         exp_avg=zeros(torch.float32),
         exp_avg_sq=zeros(torch.float32),

@@ -18,6 +18,7 @@ from engine.executor import Executor
 from engine.lanes import CudaLanes, Lanes, SerialLanes
 from engine.layers.decoder import Decoder
 from engine.loading import load
+from engine.ranks import Ranks
 from engine.recipe import Batch, Recipe
 from engine.sizes import StoreSpec, Work
 from engine.state import Saver
@@ -38,11 +39,13 @@ class Trainer:
         config: EngineConfig,
         device: torch.device,
         lanes: Lanes | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """lanes: None takes CUDA streams and a worker on a GPU, the serial stand-in on the CPU."""
-        self.work, self.blocks = work, blocks
+        """lanes: None takes CUDA streams and a worker on a GPU, the serial stand-in on the CPU.
+        ranks: those that train together; None is one alone."""
+        self.work, self.blocks, self.ranks = work, blocks, ranks or Ranks()
         self.recipe, self.config, self.device = recipe, config, device
-        self.num_threads = config.num_threads or default_threads(device)
+        self.num_threads = config.num_threads or default_threads(device, self.ranks.count)
         self._decoder, self._lanes = decoder, lanes
         self._store: Store | None = None
         self._executor: Executor | None = None
@@ -59,8 +62,9 @@ class Trainer:
         use_native = not self.config.torch_adamw
         optimizer = AdamW(self.recipe, num_threads=self.num_threads, use_native=use_native)
         spec = StoreSpec.of(self.blocks, self.work, self.config, self.device)
-        self._store = Store(spec, device=self.device)
+        self._store = Store(spec, device=self.device, ranks=self.ranks)
         load(self._store, self._decoder, weights)
+        self._store.spread()
         self._saver = Saver(self._store)
         if self._lanes is None:
             names = list(dict.fromkeys(LANES[self.blocks.streams].values()))
@@ -105,12 +109,18 @@ class Trainer:
         After any other error updates may be half done: `resume` a checkpoint, in a new engine where
         the CPU lane's error is raised again.
         """
-        batch.require(self.work.shape)
+        batch.require(self.shape)
         # autograd's own thread would keep gradients longer
         with torch.autograd.set_multithreading_enabled(False):
             loss = self.executor.run(batch, self._next_step)
         self._next_step += 1
         return loss
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """A batch's tokens are (number of micro-batches, rows of all ranks, seq_len)."""
+        num_micro_batches, rows, seq_len = self.work.shape
+        return num_micro_batches, rows * self.ranks.count, seq_len
 
     @property
     def gradient_norm(self) -> torch.Tensor | None:
@@ -124,8 +134,7 @@ class Trainer:
 
         The batch may have any number of micro-batches. Raises what `train_step` does of them.
         """
-        shape = (max(1, batch.num_micro_batches), *self.work.shape[1:])
-        batch.require(shape)
+        batch.require((max(1, batch.num_micro_batches), *self.shape[1:]))
         self.drain()
         try:
             return self.executor.evaluate(batch)
@@ -150,6 +159,7 @@ class Trainer:
             saver.close()
 
 
-def default_threads(device: torch.device) -> int:
-    """All cores of this process, but two beside a GPU."""
-    return max(1, len(os.sched_getaffinity(0)) - (2 if device.type == "cuda" else 0))
+def default_threads(device: torch.device, num_ranks: int = 1) -> int:
+    """A rank's share of the cores of this process, but two beside a GPU."""
+    cores = len(os.sched_getaffinity(0)) // num_ranks
+    return max(1, cores - (2 if device.type == "cuda" else 0))

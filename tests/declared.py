@@ -36,7 +36,7 @@ COMPUTING += (Kind.CLIP, Kind.DROP, Kind.STAGE, Kind.UPDATE_HERE)
 """Kinds that pass values to one another on the compute lane."""
 UPDATING = (Kind.UPDATE, Kind.MOMENTS)
 """Kinds that pass values to one another on the CPU lane."""
-VIRTUAL = frozenset({"updates"})
+VIRTUAL = frozenset({"updates", "peers"})
 """Names that order operations and stand for no memory."""
 
 
@@ -110,7 +110,7 @@ class _Guard:
             master = [t for t in (state.weight, state.extra) if t is not None]
             moments = [state.exp_avg, state.exp_avg_sq]
             if blocks.on_device(block):
-                found[f"device weights {block}"] = [*master, *moments]
+                found[f"device weights {block}"] = [store.homes[block], *master[1:], *moments]
             else:
                 found |= {f"host weights {block}": master, f"host moments {block}": moments}
         found |= {f"host slab {i}": [t] for i, t in store.slabs.items()}
@@ -121,7 +121,11 @@ class _Guard:
             memory._layer_wide,
             *(g._sums[0]._base for g in memory.outer_gradients.values() if g._wide),
         ]
-        lane = [memory.norms, memory.scale, *self.executor._hyper.values(), *wide]
+        lane = [memory.scale, *self.executor._hyper.values(), *wide]
+        if blocks.num_ranks == 1:
+            lane.append(memory.norms)
+        else:
+            found["norms"] = [memory.norms]
         found |= {
             "verdict": [memory.verdict],
             "the compute lane's values": [t for t in lane if t is not None],
@@ -167,7 +171,7 @@ class _Guard:
         hidden."""
         if "activations" in name:
             return lambda array: torch.tensor(torch.nan if _is_hidden(array) else 0.0)
-        wide = name.startswith(("verdict", "host moments"))
+        wide = name.startswith(("verdict", "norms", "host moments"))
         dtype = torch.float32 if wide else self.executor.store.spec.dtype
         return lambda array: array.view(dtype)
 

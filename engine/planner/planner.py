@@ -123,9 +123,7 @@ class Planner:
 
     def device_bytes(self, blocks: Blocks) -> dict[str, int]:
         """Device bytes by kind."""
-        state = self.store_spec(blocks).device_state_bytes()
-        state.pop("weights")  # device_bytes counts them
-        return device_bytes(blocks, self.work) | state
+        return device_bytes(blocks, self.work) | self.store_spec(blocks).device_state_bytes()
 
     def plan(self, blocks: Blocks) -> Plan:
         """Closed-form bytes by kind."""

@@ -3,17 +3,18 @@ declaration less is found."""
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 
-from engine import MegaTrain, Recipe
+from engine import MegaTrain, Ranks, Recipe
 from engine.blocks import Fate
 from engine.step import Kind, Op
 from tests.declared import VIRTUAL, UndeclaredError, declared_only
 from tests.models import assert_same, make_batch, make_engine, make_model, train
+from tests.threads import on_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -51,6 +52,12 @@ def model_of(dtype: torch.dtype, tied: bool) -> torch.nn.Module:
     return make_model("qwen2", num_hidden_layers=4, dtype=dtype, tie_word_embeddings=tied)
 
 
+RANKED: list[dict[str, Any]] = [
+    {"checkpoint_interval": 2, "gradient_slabs": 2},
+    {"device_optimizer": 2, "keep_activations": 1, "offload_activations": 1, "streams": 2},
+]
+
+
 def engine_of(case: Case, **pipeline: Any) -> MegaTrain:
     dtype, clip_norm, micro_batches, tied = case
     recipe, batch = Recipe(lr=1e-2, clip_norm=clip_norm), make_batch(0, micro_batches=micro_batches)
@@ -76,13 +83,27 @@ def test_operations_touch_only_what_they_declare(case, pipeline):
     assert_same(found, unguarded(case, pipeline.get("mlp_chunk", 0)))
 
 
+@pytest.mark.parametrize(("case", "pipeline"), [(CASES[0], RANKED[0]), (CASES[3], RANKED[1])])
+def test_operations_of_a_rank_touch_only_what_they_declare(case, pipeline):
+    model_of(case[0], case[3])  # by one thread
+
+    def guarded(ranks: Ranks) -> Any:
+        engine = declared_only(engine_of(case, ranks=ranks, **pipeline))
+        engine.evaluate(make_batch(7, micro_batches=case[2]))
+        return train(engine, 2, micro_batches=case[2])
+
+    def plainly(ranks: Ranks) -> Any:
+        return train(engine_of(case, ranks=ranks), 2, micro_batches=case[2])
+
+    assert_same(on_ranks(2, guarded)[1], on_ranks(2, plainly)[0])
+
+
 def name_of(op: Op) -> str:
     return f"{op.kind.name}{op.fate.value}"
 
 
 def operations(clip_norm: float, pipeline: dict[str, Any]) -> tuple[Op, ...]:
-    executor = engine_of((torch.float32, clip_norm, 1, True), **pipeline)._executor
-    assert executor is not None
+    executor = engine_of((torch.float32, clip_norm, 1, True), **pipeline).executor
     return executor.ops + executor.evaluation
 
 
@@ -96,7 +117,8 @@ def test_the_pipelines_have_every_kind_of_operation():
     both_ways = {
         f"{kind.name}{fate.value}" for kind in (Kind.FORWARD, Kind.BACKWARD) for fate in Fate
     }
-    assert found == {kind.name for kind in Kind} | both_ways
+    between_ranks = {Kind.GATHER.name, Kind.SCATTER.name}
+    assert found == {kind.name for kind in Kind} - between_ranks | both_ways
 
 
 UNUSED = {("EMBED_BACKWARD", "reads", "device weights")}
@@ -139,6 +161,30 @@ def is_found(pipeline: dict[str, Any], clip_norm: float, missing: tuple[str, str
         ops = executor.ops + executor.evaluation
         return any(name_of(op) == missing[0] and str(op) in str(error) for op in ops)
     return False
+
+
+@pytest.mark.parametrize("pipeline", RANKED, ids=str)
+def test_every_missing_declaration_between_ranks_is_found(pipeline):
+    """Of what several ranks have beside one."""
+    model_of(torch.float32, True)
+    kinds = ("GATHER", "SCATTER", "CLIP")
+
+    def declared_here(ranks: Ranks) -> set[tuple[str, str, str]]:
+        executor = engine_of((torch.float32, 0.5, 1, True), ranks=ranks, **pipeline).executor
+        return {one for one in declarations(executor.ops) if one[0] in kinds}
+
+    for missing in on_ranks(2, declared_here)[0]:
+        with pytest.raises(UndeclaredError, match=f"Kind.{missing[0]}"):
+            on_ranks(2, partial(raises_where_missing, pipeline, missing))
+
+
+def raises_where_missing(
+    pipeline: dict[str, Any], missing: tuple[str, str, str], ranks: Ranks
+) -> None:
+    engine = engine_of((torch.float32, 0.5, 1, True), ranks=ranks, **pipeline)
+    if ranks.index == 0:  # whose NaN the other rank gets
+        engine.executor.ops = without(engine.executor.ops, *missing)
+    train(declared_only(engine), 2)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def placements(num_layers: int, depth: int, streams: int, interval: int) -> list
         if interval == 1
     ]
     late = [replace(blocks, late_moments=True) for blocks in (base, placed, *offloaded[:1])]
-    return [
+    alone = [
         base,
         replace(base, gradient_slabs=2),
         pooled,
@@ -77,6 +77,7 @@ def placements(num_layers: int, depth: int, streams: int, interval: int) -> list
         *offloaded,
         *late,
     ]
+    return [replace(blocks, num_ranks=num) for num in (1, 2) for blocks in alone]
 
 
 @pytest.mark.slow
@@ -136,12 +137,14 @@ def test_a_forward_only_step_loads_each_block_once_and_computes_the_loss(blocks)
     """One alone: what waits for a step before it has none to wait for."""
     ops = operations(blocks, trains=False)
     assert races(unroll(ops, 1)) == []
-    computed = [(op.kind, op.block) for op in ops if op.kind is not Kind.LOAD]
+    computed = [(op.kind, op.block) for op in ops if op.kind not in (Kind.LOAD, Kind.GATHER)]
     layers = [(Kind.EVALUATE, layer) for layer in range(1, 6)]
     assert computed == [(Kind.EMBED, 0), *layers, (Kind.LOSS, 6)]
     loaded = [op.block for op in ops if op.kind is Kind.LOAD]
     assert loaded == list(blocks.hosted)
-    assert {op.lane for op in ops} <= {"compute", "h2d"}
+    gathered = [op.block for op in ops if op.kind is Kind.GATHER]
+    assert gathered == (loaded if blocks.num_ranks > 1 else [])
+    assert {op.lane for op in ops} <= {"compute", "h2d", "peers"}
 
 
 def test_each_layer_is_loaded_once_each_way_and_stored_once_with_interval_one():
@@ -161,6 +164,19 @@ def test_weights_are_loaded_once_for_each_computation_and_so_many_ahead(streams,
     loads = [i for i, op in enumerate(ops) if op.kind is Kind.LOAD]
     computed = [sum(op.kind.value.startswith("compute ") for op in ops[:i]) for i in loads]
     assert computed == [0, *(max(1, n - ahead + 1) for n in range(1, 14))]
+
+
+def test_ranks_gather_what_they_load_or_update_and_scatter_before_anybody_takes_a_gradient():
+    ops = operations(Blocks(num_layers=4, device_optimizer=2, num_ranks=2))
+    for before, op in itertools.pairwise(ops):
+        if op.kind is Kind.GATHER:
+            assert before.block == op.block
+            assert before.kind is (Kind.UPDATE_HERE if op.block < 2 else Kind.LOAD)
+        if op.kind in (Kind.STORE, Kind.SCATTER) and op.block >= 2:
+            assert (before.kind is Kind.SCATTER) is (op.kind is Kind.STORE)
+    assert [op.block for op in ops if op.kind is Kind.SCATTER] == [5, 4, 3, 2, 1, 0]
+    talking = [op for op in ops if "peers" in op.writes]
+    assert {op.kind for op in talking} == {Kind.GATHER, Kind.SCATTER, Kind.CLIP}
 
 
 @pytest.mark.parametrize(("depth", "slabs"), [(1, 1), (2, 3), (3, 2)])
