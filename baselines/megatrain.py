@@ -10,7 +10,7 @@ import dataclasses
 
 from baselines.model import build_skeleton
 from baselines.system import SystemSpec, Unsupported
-from engine import EngineConfig, KernelError, Machine, MegaTrain, Rates, native
+from engine import EngineConfig, Group, KernelError, Machine, MegaTrain, Rates, native
 
 LABEL = "preset"
 """The option that only names the others, for rows and figures."""
@@ -49,6 +49,7 @@ def build(
         machine=machine
         or Machine(rates=rates, host_memory=spec.host_memory, device_memory=spec.device_memory),
         packed=spec.packed,
+        ranks=Group(spec.num_ranks) if spec.num_ranks > 1 else None,
     )
 
 

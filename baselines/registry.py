@@ -31,7 +31,7 @@ REGISTRY: dict[str, str] = {
     "published_megatrain": "baselines.published_megatrain:PublishedMegaTrain",
 }
 
-RANKED = ("in_memory", "zero3", "zero2", "fsdp2")
+RANKED = ("in_memory", "megatrain", "zero3", "zero2", "fsdp2")
 """Systems that train on several ranks."""
 
 MODULE_CLASS = re.compile(r"\w+(\.\w+)*:\w+")

@@ -88,8 +88,9 @@ class MegaTrain(Trainer):
             work=work,
             config=config,
             device=device,
-            num_threads=config.num_threads or default_threads(device),
+            num_threads=config.num_threads * ranks.count or default_threads(device),
             machine=machine or Machine(),
+            ranks=ranks,
         )
         blocks = self._planner.placed(asked)
         super().__init__(

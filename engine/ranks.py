@@ -24,6 +24,11 @@ class Ranks:
         assert 0 <= index < count
         self.index, self.count = index, count
 
+    @property
+    def joined(self) -> bool:
+        """Whether the others can be asked; a plan is made without them."""
+        return self.count == 1
+
     def part(self, numel: int) -> slice:
         """This rank's elements of a block, which is as many equal parts as there are ranks."""
         each, rest = divmod(numel, self.count)
@@ -50,6 +55,11 @@ class Group(Ranks):
     def __init__(self, count: int) -> None:
         """count: of the group, which may be joined later."""
         super().__init__(index=dist.get_rank() if dist.is_initialized() else 0, count=count)
+
+    @property
+    def joined(self) -> bool:
+        """Whether the group is there."""
+        return dist.is_initialized()
 
     def gather(self, flat: torch.Tensor) -> None:
         """In place."""

@@ -205,7 +205,8 @@ def outlook_here(cell: Cell, probed: dict[Any, Rates], *, predict: bool = True) 
         return outlook_of(built(cell), cell)
     if not predict or cell.dtype != "bfloat16":
         return None
-    key = cell.options.get("pinned"), cell.options.get("torch_adamw")
+    alone = cell.process.num_ranks == 1
+    key = cell.options.get("pinned"), cell.options.get("torch_adamw"), alone
     engine = built(cell, rates=probed.get(key))
     probed[key] = engine.rates
     return outlook_of(engine, cell)

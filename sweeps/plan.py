@@ -36,6 +36,7 @@ LANES = (
     ("h2d", "load"),
     ("d2h", "store"),
     ("fetch", "fetch"),
+    ("peers", "ranks"),
     ("copy", "copies"),
     ("cpu", "CPU AdamW"),
 )
@@ -109,8 +110,10 @@ def _check_single(overrides: Sequence[str]) -> None:
 
 
 def _check_rates(given: Mapping[str, Any]) -> None:
-    allowed = ("name", *MEMORY, *(item.name for item in dataclasses.fields(Rates)))
-    require("rates.", given, allowed)
+    rates = dataclasses.fields(Rates)
+    allowed = ("name", *MEMORY, *(item.name for item in rates))
+    optional = {item.name for item in rates if item.default is not dataclasses.MISSING}
+    require("rates.", given, [name for name in allowed if name not in optional])
     for name, value in given.items():
         if name not in allowed:
             raise ValueError(
@@ -245,8 +248,9 @@ def rate_card(rates: Rates) -> str:
         "h2d_bytes": (1e9, "GB/s in"),
         "d2h_bytes": (1e9, "GB/s out"),
         "device_bytes": (1e9, "GB/s device memory"),
+        "peer_bytes": (1e9, "GB/s from other devices"),
     }
-    units = [(value, *names[name]) for name, value in dataclasses.asdict(rates).items()]
+    units = [(value, *names[name]) for name, value in dataclasses.asdict(rates).items() if value]
     return ", ".join(f"{value / unit:.4g} {text}" for value, unit, text in units)
 
 

@@ -200,6 +200,7 @@ def known_rates(cell: Cell, rows: Rows) -> dict[str, float] | None:
             and row.config
             and "rates" in row.plan
             and _probing(row.config) == _probing(cell.config)
+            and (cell.process.num_ranks == 1 or row.plan["rates"].get("peer_bytes"))
         ):
             return dict(row.plan["rates"])
     return None

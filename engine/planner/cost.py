@@ -54,12 +54,17 @@ class Cost:
 
     def seconds(self, op: Op) -> float:
         """How long the operation keeps its lane busy."""
-        layout, rates = self.work.layouts[op.block], self.rates
+        layout, rates, num_ranks = self.work.layouts[op.block], self.rates, self.blocks.num_ranks
         match op.kind:
             case Kind.LOAD:
-                return layout.numel * self.work.itemsize / rates.h2d_bytes
+                return layout.numel * self.work.itemsize / num_ranks / rates.h2d_bytes
+            case Kind.GATHER:
+                return self._from_peers(layout.numel)
+            case Kind.SCATTER:
+                summed = 2 * self.work.itemsize * layout.numel
+                return self._from_peers(layout.numel) + self._moved(summed)
             case Kind.STORE:
-                return layout.numel * self.work.itemsize / rates.d2h_bytes
+                return layout.numel * self.work.itemsize / num_ranks / rates.d2h_bytes
             case Kind.EVICT:
                 return self.evict_s
             case Kind.FETCH:
@@ -79,7 +84,7 @@ class Cost:
             case Kind.UPDATE:
                 return layout.numel / self._update_rate * self._contention
             case Kind.UPDATE_HERE:
-                return self._moved(UPDATE_BYTES * layout.numel)
+                return self._moved(UPDATE_BYTES * layout.numel / num_ranks)
             case Kind.MOMENTS:
                 return layout.numel / (rates.moments_params * ADAMW_SHARE)
         return 0.0
@@ -94,7 +99,12 @@ class Cost:
         """Seconds of the first layer's forward."""
         return self._forward(self.work.layouts[1].num_params)
 
-    # The CPU.
+    def _from_peers(self, numel: int) -> float:
+        """Seconds that a rank takes to get the others' parts of a block, or of its gradients."""
+        others = (self.blocks.num_ranks - 1) / self.blocks.num_ranks
+        return numel * self.work.itemsize * others / self.rates.peer_bytes
+
+    # The CPU, of which each rank has a part, for its part of every block.
 
     @property
     def _update_rate(self) -> float:
@@ -113,7 +123,7 @@ class Cost:
         hosted = sum(self.work.layouts[block].numel for block in self.blocks.hosted)
         if not self.blocks.optimizer_overlap or not hosted:
             return 1.0
-        evicted = len(self.blocks.offloaded) * self.work.moved_bytes
+        evicted = self.blocks.num_ranks * len(self.blocks.offloaded) * self.work.moved_bytes
         update_bytes = WEIGHTS_BYTES if self.blocks.two_passes else UPDATE_BYTES
         return 1 + (hosted * self.work.itemsize + evicted) / (hosted * update_bytes)
 

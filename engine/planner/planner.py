@@ -8,7 +8,7 @@ does; nothing here allocates, but for the probe of rates that were not given.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from functools import cached_property
 
 import torch
@@ -17,7 +17,8 @@ from engine.blocks import Blocks
 from engine.config import AUTO, PLACED, EngineConfig
 from engine.planner import placement
 from engine.planner.cost import Cost
-from engine.planner.rates import Rates, measure
+from engine.planner.rates import Rates, measure, peer_rate
+from engine.ranks import Ranks
 from engine.sizes import Plan, StoreSpec, Work, device_bytes
 from engine.step import operations
 from engine.timeline import Timeline, simulate, window_s
@@ -45,15 +46,38 @@ class Planner:
     config: EngineConfig
     device: torch.device
     num_threads: int
+    """Of the optimizers of all ranks together."""
     machine: Machine = field(default_factory=Machine)
+    ranks: Ranks = field(default_factory=Ranks)
 
     @cached_property
     def rates(self) -> Rates:
-        """What the machine does in a second: as given, or probed once."""
+        """What the machine does in a second: as given, or probed once. ValueError where several
+        ranks are given no rate of what they say to each other."""
+        found = self.machine.rates or self._probed()
+        if self.ranks.count > 1 and not found.peer_bytes:
+            raise ValueError(
+                f"rates.peer_bytes: got {found.peer_bytes:g}, allowed > 0 with {self.ranks.count} "
+                "ranks, bytes that a device gets from the others in a second; give it"
+            )
+        return found
+
+    def _probed(self) -> Rates:
+        """By the first rank, for which the others wait; the same on all."""
+        names = [field.name for field in fields(Rates)]
         pinned, use_native = self.config.pinned != "none", not self.config.torch_adamw
-        return self.machine.rates or measure(
-            self.device, self.num_threads, pinned=pinned, use_native=use_native
-        )
+        if self.ranks.index == 0:
+            threads = self.num_threads
+            found = measure(self.device, threads, pinned=pinned, use_native=use_native)
+        else:
+            found = Rates(**dict.fromkeys(names, 0.0))
+        if self.ranks.count > 1:
+            found = replace(found, peer_bytes=peer_rate(self.device, self.ranks))
+        if self.ranks.joined:
+            mine = torch.tensor(astuple(found), dtype=torch.float64)
+            first = self.ranks.stacked(mine)[0].tolist()
+            found = Rates(**dict(zip(names, first, strict=True)))
+        return found
 
     @cached_property
     def _device_memory(self) -> int:
@@ -91,7 +115,8 @@ class Planner:
 
     def _fits(self, blocks: Blocks) -> bool:
         host = math.inf if self.machine.host_memory is None else self.machine.host_memory
-        fits_host = sum(self.host_bytes(blocks).values()) <= placement.USABLE_HOST * host
+        needed = blocks.num_ranks * sum(self.host_bytes(blocks).values())
+        fits_host = needed <= placement.USABLE_HOST * host
         fits_device = self._device_total(blocks) <= placement.USABLE_DEVICE * self._device_memory
         return fits_host and fits_device
 

@@ -15,6 +15,7 @@ import torch
 
 from engine.adamw import AdamW, Pass
 from engine.master import BlockState
+from engine.ranks import Ranks
 from engine.recipe import Recipe
 
 UPDATE_ROUNDS = 24
@@ -45,6 +46,8 @@ class Rates:
     """Bytes from the device to pinned host memory."""
     device_bytes: float
     """Bytes of device memory read and written."""
+    peer_bytes: float = 0.0
+    """Bytes that each of several devices gets from the others; 0 where one alone was looked at."""
 
 
 def measure(
@@ -96,6 +99,24 @@ def _probe(device: torch.device, num_threads: int, pinned: bool, use_native: boo
         d2h_bytes=PROBE_BYTES / synchronized(lambda: host.copy_(here, non_blocking=True)),
         device_bytes=2 * PROBE_BYTES / synchronized(lambda: there.copy_(here)),
     )
+
+
+def peer_rate(device: torch.device, ranks: Ranks) -> float:
+    """Bytes a second that a rank gets of a block whose parts are on all; where the others are not
+    there, what one device gets of the next, or 0 where there is none."""
+    if not ranks.joined and torch.cuda.device_count() < 2:
+        return 0.0
+    here = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=device)
+    there = here
+    if not ranks.joined:
+        there = here.to(torch.device("cuda", ((device.index or 0) + 1) % torch.cuda.device_count()))
+
+    def once() -> None:
+        ranks.gather(here) if ranks.joined else here.copy_(there)
+        torch.cuda.synchronize(device)
+
+    received = PROBE_BYTES * (ranks.count - 1) / ranks.count if ranks.joined else PROBE_BYTES
+    return received / _fastest(once)
 
 
 def _fastest(work: Callable[[], object]) -> float:
