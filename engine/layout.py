@@ -54,7 +54,8 @@ class Layout:
 
     def in_parts(self, count: int) -> Layout:
         """The same, padded to that many equal parts, each of which is whole pages."""
-        return replace(self, numel=round_up(self.numel, BLOCK_ALIGNMENT * count))
+        last = self.fields[-1].stretch.stop if self.fields else 1
+        return replace(self, numel=round_up(last, BLOCK_ALIGNMENT * count))
 
     @property
     def num_params(self) -> int:

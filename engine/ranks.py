@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """As torch calls it since 2.13, or before."""
+LONGEST = 4096
+"""Bytes of a text; a path has no more."""
 
 
 class Ranks:
@@ -47,6 +49,14 @@ class Ranks:
     def stacked(self, values: torch.Tensor) -> torch.Tensor:
         """[ranks, length]: every rank's 1-D `values`."""
         return values[None]
+
+    def texts(self, text: str) -> list[str]:
+        """What every rank says, by rank; of each the first LONGEST bytes."""
+        mine = torch.zeros(LONGEST, dtype=torch.uint8)
+        written = text.encode()[:LONGEST]
+        mine[: len(written)] = torch.tensor(list(written), dtype=torch.uint8)
+        rows = self.stacked(mine).tolist()
+        return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in rows]
 
 
 class Group(Ranks):

@@ -7,6 +7,9 @@ depth or lanes, and a split master resumes as an fp32 one and the other way roun
 One safetensors file a block with its weight, remainder or master, and moments; state.json with what
 must match and the size and SHA-256 of every file; COMMIT, written last, with the SHA-256 of
 state.json. All are on the disk before the directory has its name.
+
+Of several ranks each writes a file a block, its part of it, and the first commits when all have;
+any number of ranks resumes what any other wrote.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from functools import partial
@@ -31,7 +34,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from engine.lanes import CopyStream, hold_until
+from engine.layout import within
 from engine.master import BlockState, read_master, write_master
+from engine.ranks import Ranks
 from engine.recipe import Recipe
 from engine.saving import digest, sync, whole_directory
 from engine.sizes import PAGE
@@ -46,8 +51,16 @@ WRITERS = 2
 COPIERS = max(1, len(os.sched_getaffinity(0)) // 4)
 """Blocks that are copied at a time, each by one thread. What is copied while the optimizer rests,
 which with clipping is a whole forward and backward, no update waits for."""
+REFUSED = "refused: "
+"""Before what the first rank says in place of a path."""
+FAILED = ".failed"
+"""Suffix of what a rank leaves that wrote nothing."""
+LOOK_S = 0.02
+"""How often a rank looks whether the others have written."""
 Tensors = dict[str, torch.Tensor]
 """What a block's file has, by name."""
+Write = Future[tuple[str, dict[str, Any]]]
+"""The name of a file and its entry in the manifest, once it is on the disk."""
 
 
 class Taking:
@@ -122,7 +135,8 @@ class Saver:
     """Writes states of a store, one after another, in threads of its own."""
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self._store, self._ranks = store, store.ranks
+        self._closing = threading.Event()
         self._threads = ThreadPoolExecutor(WRITERS + 1, thread_name_prefix="save")
         self._copiers = ThreadPoolExecutor(COPIERS, thread_name_prefix="copy")
         self._last: Future[None] | None = None
@@ -170,9 +184,10 @@ class Saver:
         """
         self.finish()
         started = time.perf_counter()
-        description = describe(self._store) | {"step": step, "recipe": asdict(recipe)}
+        known = {"parts": self._ranks.count, "step": step, "recipe": asdict(recipe)}
+        description = describe(self._store) | known
         with contextlib.ExitStack() as unfinished:
-            whole = unfinished.enter_context(whole_directory(directory))
+            whole = unfinished.enter_context(self._directory_of_all(directory))
             if self._has_room(room):
                 work: Callable[..., None] = partial(self._take, self._begin())
             else:
@@ -213,7 +228,7 @@ class Saver:
         started: float,
     ) -> None:
         """Copy block after block, and have each written."""
-        writes: list[Future[dict[str, Any]]] = []
+        writes: list[Write] = []
         blocks = range(len(self._store.states))
         with unfinished:
             copies = [self._copiers.submit(taking.copied, block) for block in blocks]
@@ -222,7 +237,7 @@ class Saver:
                     tensors = copy.result()
                     if any(write.done() and write.exception() for write in writes):
                         break  # which `_commit` raises
-                    path = _file(whole, block)
+                    path = _file(whole, block, self._ranks.index, self._ranks.count)
                     writes.append(self._threads.submit(_write_block, path, tensors))
             finally:
                 taking.give_up()
@@ -231,10 +246,10 @@ class Saver:
                 wait(writes)  # the directory goes when nobody writes into it any more
             self._commit(writes, unfinished.pop_all(), whole, description, started)
 
-    def _copy(self, whole: Path, room: int) -> list[Future[dict[str, Any]]]:
+    def _copy(self, whole: Path, room: int) -> list[Write]:
         """Copy everything here, and wait for the disk where copies would take more than `room`."""
-        writes: list[Future[dict[str, Any]]] = []
-        copied: deque[tuple[int, Future[dict[str, Any]]]] = deque()
+        writes: list[Write] = []
+        copied: deque[tuple[int, Write]] = deque()
         try:
             for block, state in enumerate(self._store.states):
                 num_bytes = _num_bytes(state)
@@ -242,7 +257,8 @@ class Saver:
                     copied.popleft()[1].result()
                 # a copy: the next step changes the store
                 tensors = {k: t.to("cpu", copy=True) for k, t in _tensors(state).items()}
-                write = self._threads.submit(_write_block, _file(whole, block), tensors)
+                path = _file(whole, block, self._ranks.index, self._ranks.count)
+                write = self._threads.submit(_write_block, path, tensors)
                 writes.append(write)
                 copied.append((num_bytes, write))
                 del tensors
@@ -255,7 +271,7 @@ class Saver:
 
     def _commit(
         self,
-        writes: list[Future[dict[str, Any]]],
+        writes: list[Write],
         unfinished: contextlib.ExitStack,
         whole: Path,
         description: dict[str, Any],
@@ -263,32 +279,77 @@ class Saver:
     ) -> None:
         with unfinished:
             wait(writes)  # where one failed, until the others write no more
-            found = [write.result() for write in writes]
-            files = {_file(whole, block).name: entry for block, entry in enumerate(found)}
-            (whole / STATE).write_text(json.dumps(description | {"files": files}))
-            sync(whole / STATE)
-            (whole / COMMIT).write_text(digest(whole / STATE))
-            sync(whole / COMMIT)
-            sync(whole)
-        num_bytes = sum(entry["bytes"] for entry in found)
+            files = dict(write.result() for write in writes)
+            if self._ranks.index == 0:
+                files = self._of_all(whole, files)
+                (whole / STATE).write_text(json.dumps(description | {"files": files}))
+                sync(whole / STATE)
+                (whole / COMMIT).write_text(digest(whole / STATE))
+                sync(whole / COMMIT)
+                sync(whole)
+            else:
+                partial = _said(whole, self._ranks.index).with_suffix(".partial")
+                partial.write_text(json.dumps(files))
+                partial.rename(_said(whole, self._ranks.index))
+        num_bytes = sum(entry["bytes"] for entry in files.values())
         self._count(saved_bytes=num_bytes, save_s=time.perf_counter() - started)
 
-    def finish(self) -> None:
-        """Wait for the state that is being written, if there is one, and raise what went wrong."""
-        last, self._last = self._last, None
-        if last is not None:
-            started = time.perf_counter()
+    def _of_all(self, whole: Path, files: dict[str, Any]) -> dict[str, Any]:
+        """Files by name with those of the other ranks, once they are there. OSError where one has
+        failed."""
+        for index in range(1, self._ranks.count):
+            said = _said(whole, index)
+            while not said.exists():
+                if said.with_suffix(FAILED).exists() or self._closing.wait(LOOK_S):
+                    raise OSError(f"save: rank {index} did not write its part; look for its error")
+            files |= json.loads(said.read_text())
+            said.unlink()
+        return files
+
+    @contextlib.contextmanager
+    def _directory_of_all(self, directory: Path) -> Iterator[Path]:
+        """`whole_directory` of the first rank, where the others write too; what it raises all
+        raise."""
+        ranks, told, refused = self._ranks, "", None
+        with contextlib.ExitStack() as stack:
+            if ranks.index == 0:
+                try:
+                    told = str(stack.enter_context(whole_directory(directory)))
+                except ValueError as error:
+                    refused, told = error, f"{REFUSED}{error}"
+            told = ranks.texts(told)[0] if ranks.count > 1 else told
+            if told.startswith(REFUSED):
+                raise refused or ValueError(told.removeprefix(REFUSED))
             try:
-                last.result()
-            finally:
-                self._count(save_wait_s=time.perf_counter() - started)
+                yield Path(told)
+            except BaseException:
+                if ranks.index:
+                    with contextlib.suppress(OSError):
+                        _said(Path(told), ranks.index).with_suffix(FAILED).touch()
+                raise
+
+    def finish(self) -> None:
+        """Wait for the state that is being written, if there is one, and raise what went wrong: on
+        all ranks what went wrong on one."""
+        last, self._last = self._last, None
+        if last is None:
+            return
+        started, error = time.perf_counter(), last.exception()
+        if self._ranks.count > 1 and not self._closing.is_set():
+            said = list(filter(None, self._ranks.texts(str(error or ""))))
+            error = error or (OSError(said[0]) if said else None)
+        self._count(save_wait_s=time.perf_counter() - started)
+        if error is not None:
+            raise error
 
     def _count(self, **more: float) -> None:
         with self._counting:
             self.counters |= {name: self.counters.get(name, 0.0) + n for name, n in more.items()}
 
     def close(self) -> None:
-        """`finish`, then end the threads; idempotent."""
+        """`finish`, then end the threads; idempotent. Waits for no other rank, which may be gone: a
+        state of several needs `finish` first."""
+        self._closing.set()
         try:
             self.finish()
         finally:
@@ -318,9 +379,9 @@ def _num_bytes(state: BlockState) -> int:
     return sum(tensor.nbytes for tensor in _tensors(state).values())
 
 
-def _write_block(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Write one block's file; what the manifest says of it. OSError where the disk takes no
-    more."""
+def _write_block(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[str, dict[str, Any]]:
+    """Write one block's file; its name, and what the manifest says of it. OSError where the disk
+    takes no more."""
     try:
         save_file(tensors, path, metadata={"block": path.stem})
     except SafetensorError as error:
@@ -329,7 +390,7 @@ def _write_block(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]
             "another"
         ) from None
     sync(path)
-    return {"bytes": path.stat().st_size, "sha256": digest(path)}
+    return path.name, {"bytes": path.stat().st_size, "sha256": digest(path)}
 
 
 def describe(store: Store) -> dict[str, Any]:
@@ -347,9 +408,33 @@ def resume(store: Store, directory: Path, recipe: Recipe) -> int:
     """Load `directory` into the store; the optimizer steps taken so far.
 
     ValueError, and a store as it was, where the state does not fit or a file is not the one that
-    was saved. Warns where it was trained with another recipe: this run goes on with its own.
+    was saved: on all ranks where one finds it. Warns where it was trained with another recipe: this
+    run goes on with its own.
     """
-    directory = Path(directory)
+    directory, refused, found = Path(directory), None, dict[str, Any]()
+    try:
+        found = _fitting(store, directory)
+    except ValueError as error:
+        refused = error
+    if store.ranks.count > 1:
+        said = list(filter(None, store.ranks.texts(str(refused or ""))))
+        refused = refused or (ValueError(said[0]) if said else None)
+    if refused is not None:
+        raise refused
+    for block in range(len(store.states)):
+        for path, theirs, mine in _overlaps(store, directory, block, found["parts"]):
+            with safe_open(path, framework="pt") as file:
+                names = file.keys()
+                tensors = {name: file.get_slice(name)[theirs] for name in names}
+            _load(store.states[block].part(mine), tensors)
+    _warn_of_another_recipe(directory, found.get("recipe") or {}, recipe)
+    step: int = found["step"]
+    return step
+
+
+def _fitting(store: Store, directory: Path) -> dict[str, Any]:
+    """What a state says of itself; ValueError where it does not fit, or where a file that this
+    rank would read is not the one that was saved."""
     found, wanted = _description(directory), describe(store)
     if store.spec.dtype == torch.float32:  # the weight is the master, whatever system.master says
         del wanted["master"]
@@ -363,17 +448,25 @@ def resume(store: Store, directory: Path, recipe: Recipe) -> int:
                 "state's own config"
             )
     master = None if store.spec.dtype == torch.float32 else EXACT.get(wanted["master"])
-    files = found.get("files") or {}
+    files, found["parts"] = found.get("files") or {}, found.get("parts", 1)
     for block, state in enumerate(store.states):
-        path = _file(directory, block)
-        _check_file(path, files.get(path.name))
-        _check_tensors(path, _shapes(state, master))
-    for block, state in enumerate(store.states):
-        with safe_open(_file(directory, block), framework="pt") as file:
-            _load(state, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-    _warn_of_another_recipe(directory, found.get("recipe") or {}, recipe)
-    step: int = found["step"]
-    return step
+        numel = store.spec.layouts[block].in_parts(found["parts"]).numel // found["parts"]
+        for path, _, _ in _overlaps(store, directory, block, found["parts"]):
+            _check_file(path, files.get(path.name))
+            _check_tensors(path, _shapes(state, master, numel))
+    return found
+
+
+def _overlaps(
+    store: Store, directory: Path, block: int, num_parts: int
+) -> Iterator[tuple[Path, slice, slice]]:
+    """Files that have some of this rank's part of a block, what of each it is, and of the part."""
+    layout, own = store.spec.layouts[block], store.part(block)
+    for index in range(num_parts):
+        theirs = Ranks(index=index, count=num_parts).part(layout.in_parts(num_parts).numel)
+        mine = within(theirs, own)
+        if mine.start < mine.stop:
+            yield _file(directory, block, index, num_parts), within(own, theirs), mine
 
 
 def _load(state: BlockState, found: Mapping[str, torch.Tensor]) -> None:
@@ -427,13 +520,13 @@ def _tensors(state: BlockState) -> Tensors:
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
-def _shapes(state: BlockState, extra: torch.dtype | None) -> dict[str, str]:
+def _shapes(state: BlockState, extra: torch.dtype | None, numel: int) -> dict[str, str]:
     """Dtype and shape of the tensors of a block's file; `extra`: of the master's own part."""
     names = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int16: "I16"}
     dtypes = {name: tensor.dtype for name, tensor in _tensors(state).items()}
     if extra is not None:
         dtypes["extra"] = extra
-    return {name: f"{names[dtype]} {[state.weight.numel()]}" for name, dtype in dtypes.items()}
+    return {name: f"{names[dtype]} {[numel]}" for name, dtype in dtypes.items()}
 
 
 def _warn_of_another_recipe(directory: Path, theirs: dict[str, Any], recipe: Recipe) -> None:
@@ -451,8 +544,14 @@ def _warn_of_another_recipe(directory: Path, theirs: dict[str, Any], recipe: Rec
         )
 
 
-def _file(directory: Path, block: int) -> Path:
-    return directory / f"block-{block:04}.safetensors"
+def _file(directory: Path, block: int, index: int, count: int) -> Path:
+    part = f"-part-{index + 1}-of-{count}" if count > 1 else ""
+    return directory / f"block-{block:04}{part}.safetensors"
+
+
+def _said(whole: Path, index: int) -> Path:
+    """Where a rank says which files it has written."""
+    return whole / f"rank-{index}.json"
 
 
 def _description(directory: Path) -> dict[str, Any]:

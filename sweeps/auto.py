@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -55,13 +56,17 @@ def register(planned: str | None = None) -> None:
     `${by_device:A,B}` is A on the CPU and B on a GPU, of this machine or of the `planned` one;
     `${sequences:T,L}` is how many sequences of L tokens make T, one at least; `${threads:}` and
     `${numa:}` are the numbers of threads and the arguments of numactl that a search may try here;
-    `${ranks:DEVICE}` the numbers of ranks that a study on that device goes through, 1 on the other.
+    `${ranks:DEVICE}` the numbers of ranks that a study on that device goes through, 1 on the other;
+    `${times:A,B,...}` is their product.
     """
     OmegaConf.register_new_resolver(
         "ranks", lambda kind: ranks(kind) if kind == (planned or device()) else "1", replace=True
     )
     OmegaConf.register_new_resolver("threads", threads, replace=True)
     OmegaConf.register_new_resolver("numa", numa, replace=True)
+    OmegaConf.register_new_resolver(
+        "times", lambda *factors: math.prod(map(int, factors)), replace=True
+    )
     OmegaConf.register_new_resolver(
         "sequences", lambda tokens, length: max(1, int(tokens) // max(1, int(length))), replace=True
     )

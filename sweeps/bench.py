@@ -109,7 +109,7 @@ class Saves:
             started = time.perf_counter()
             self._system.resume(self._folder)
             self._system.drain()
-            self.counters["resume_s"] = time.perf_counter() - started
+            self.counters["resume_s"] = distributed.slowest(time.perf_counter() - started)
         self.remove()
 
     def remove(self) -> None:
@@ -216,6 +216,8 @@ def record(system: Any, batches: Iterator[Batch], num_steps: int, path: Path) ->
     seconds, end in seconds].
     """
     found = {"measured": system.record([next(batches) for _ in range(max(3, num_steps))])}
+    if distributed.rank():
+        return
     if system.device.type == "cuda":
         found["predicted"] = system.predict()
     plain = {

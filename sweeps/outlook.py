@@ -119,11 +119,11 @@ def outlook_of(system: Any, cell: Cell) -> Outlook:
 
 
 def spare_host_bytes(outlook: Outlook, cell: Cell) -> int:
-    """Host memory that the plan of every rank leaves, but for SPARE of it all."""
+    """A rank's share of the host memory that the plans of all leave, but for SPARE of it all."""
     plan, spec = outlook.plan, cell.spec()
     needed: int = sum(plan["host"].values())
     needed += sum(plan["device"].values()) if spec.device.type == "cpu" else 0
-    return max(0, int((spec.host_memory or 0) * (1 - SPARE)) - needed * spec.num_ranks)
+    return max(0, int((spec.host_memory or 0) * (1 - SPARE)) // spec.num_ranks - needed)
 
 
 def _prediction(engine: MegaTrain, cell: Cell) -> dict[str, Any]:

@@ -32,6 +32,7 @@ STUDIES: dict[str, dict[str, str]] = {
     },
     "precision": TINY | {"system.master": "split,bf16"},
     "ranks": TINY | {"system": "in_memory", "process.num_cpu_ranks": "1,2"},
+    "ranks_weak": TINY | {"system": "in_memory", "process.num_cpu_ranks": "1,2"},
     "saving": TINY | {"measure.save": "false,true", "system": "megatrain"},
     "width": TINY | {"model.config": WIDTHS, "system": "megatrain"},
 }

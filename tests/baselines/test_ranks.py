@@ -80,8 +80,9 @@ def test_a_plan_is_one_rank_s(name: str) -> None:
     alone = build(system, spec).plan()
     ranks = build(system, dataclasses.replace(spec, num_ranks=2)).plan()
     both = [{**one.device, **one.host} for one in (alone, ranks)]
+    pages = 10 * 4096 if name == "megatrain" else 0  # parts of a block are whole pages
     for kind in ("master", "moments"):
-        assert both[1][kind] == pytest.approx(both[0][kind] / 2, rel=1e-3)
+        assert both[1][kind] == pytest.approx(both[0][kind] / 2, rel=1e-3, abs=pages)
     assert ranks.device["checkpoints"] * 2 == alone.device["checkpoints"]
     if system != "in_memory":  # there the module is made on the host first
         assert ranks.host_bytes < 0.75 * alone.host_bytes

@@ -296,7 +296,7 @@ TABLE = {
         process.num_gpus=two => process.num_gpus: got 'two'
         process.num_cpu_ranks=1.5 => process.num_cpu_ranks: got 1.5
         machine.device=cpu process.num_gpus=2 => process.num_gpus: got 2, allowed 1 with machine.device=cpu
-        machine.device=cpu process.num_cpu_ranks=2 system=megatrain => process.num_cpu_ranks: got 2, allowed 1 with system megatrain
+        machine.device=cpu process.num_cpu_ranks=2 system=torchao_offload => process.num_cpu_ranks: got 2, allowed 1 with system torchao_offload
         machine.device=cpu process.num_cpu_ranks=5 system=zero3 shape.batch_size=4 => process.num_cpu_ranks: got 5, allowed a divisor
         process.numactl=touch => process.numactl: got 'touch'
         process.numactl='"touch folder/x"' => process.numactl: got 'touch folder/x'

@@ -42,7 +42,7 @@ BESIDE = {
     for name in ("model_size", "depth", "device_memory", "width")
 }
 """Studies of which ZeRO-3 is measured too."""
-OTHERS = {"ranks": "in_memory"}
+OTHERS = {"ranks": "in_memory", "ranks_weak": "in_memory"}
 """The system that the tests measure where it is not the engine."""
 WINDOW = {"event": "losses", "first_step": 0, "losses": [1.0], "seconds": 1.0, "num_tokens": 10}
 SMALL = [
@@ -64,11 +64,18 @@ def cells_of(*overrides: str) -> list[Cell]:
     return cells
 
 
+def axes_of(name: str) -> dict[str, str]:
+    """What the study varies, or the study that it is made from."""
+    text = yaml.safe_load((auto.CONF / "ablation" / f"{name}.yaml").read_text())
+    if "hydra" not in text:
+        return axes_of(text["defaults"][0])
+    axes: dict[str, str] = text["hydra"]["sweeper"]["params"]
+    return axes
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_study_has_distinct_cells(name: str) -> None:
-    axes = yaml.safe_load((auto.CONF / "ablation" / f"{name}.yaml").read_text())["hydra"][
-        "sweeper"
-    ]["params"]
+    axes = axes_of(name)
     systems = axes.get("system", "").split(",") if "system" in axes else []
     assert {(auto.CONF / "system" / f"{system}.yaml").exists() for system in systems} <= {True}
     system = OTHERS.get(name, "megatrain")
