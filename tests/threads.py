@@ -40,6 +40,10 @@ class ThreadRank(Ranks):
         self._barrier.wait(PATIENCE_S)
         return found
 
+    @property
+    def joined(self) -> bool:
+        return True
+
     def gather(self, flat: torch.Tensor) -> None:
         flat.copy_(torch.cat(self._meet("gather", flat[self.part(flat.numel())])))
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine import MegaTrain, NonFiniteLossError, Ranks, Recipe
+from engine import EngineConfig, Machine, MegaTrain, NonFiniteLossError, Ranks, Recipe
 from engine.layout import BLOCK_ALIGNMENT, pack, within
-from engine.step import Kind
-from tests.models import assert_same, make_batch, make_engine, make_model
+from engine.step import Kind, operations
+from tests.models import H200, assert_same, make_batch, make_engine, make_model
 from tests.threads import ThreadRank, on_ranks
 from tests.twin import TwinLanes
 
@@ -286,6 +286,96 @@ def test_parts_are_equal_and_cover_the_block(count):
     for field in layout.fields:
         found = torch.cat([flat[part][within(field.stretch, part)] for part in parts])
         assert torch.equal(found, flat[field.stretch])
+
+
+def test_gradients_of_ranks_are_summed_in_fp32_and_rounded_once():
+    """In bf16 what is small beside the first would be lost one after the other."""
+    case = (torch.bfloat16, 0.5, 1, False)
+    values = (256.0, 1.0, 1.0, 1.0)
+
+    def summed(ranks: Ranks) -> list[float]:
+        engine = engine_of(case, ranks)
+        (op,) = (o for o in engine.executor.ops if o.kind is Kind.SCATTER and o.block == 2)
+        engine.executor.memory.slab(op).fill_(values[ranks.index])
+        return engine.executor.memory.scatter(op).unique().tolist()
+
+    expected = torch.tensor(sum(values)).bfloat16().item()
+    assert on_ranks(4, summed) == [[expected]] * 4
+    assert expected != 256.0
+
+
+RATES = replace(H200, peer_bytes=1e11)
+
+
+def planner_of(num_ranks: int, rates: Any = RATES, **blocks: Any) -> Any:
+    """One that plans for a GPU, and what it decided."""
+    case = (torch.bfloat16, 0.5, 1, False)
+    ranks = Ranks(count=num_ranks) if num_ranks > 1 else None
+    engine = engine_of_plan(case, ranks, machine=Machine(rates=rates), **blocks)
+    return engine._planner, engine.blocks
+
+
+def engine_of_plan(case: Case, ranks: Ranks | None, **arguments: Any) -> MegaTrain:
+    model = model_of(case[0], case[3])
+    with torch.device("meta"):
+        skeleton = type(model)(model.config)
+    machine = arguments.pop("machine")
+    return MegaTrain(
+        skeleton.to(case[0]),
+        recipe=RECIPE,
+        micro_batch_size=ROWS,
+        seq_len=16,
+        dtype=case[0],
+        config=EngineConfig(**arguments),
+        machine=machine,
+        ranks=ranks,
+    )
+
+
+def test_a_prediction_knows_the_ranks():
+    """Links and devices have a part each, the CPU has them all, and talking has a price."""
+    found = {}
+    for count in (1, 4):
+        planner, blocks = planner_of(count, device_optimizer=2)
+        seconds = planner._cost(blocks).seconds
+        numel = planner.work.layouts[3].numel  # parts of a block are padded
+        found[count] = {(op.kind, op.block): seconds(op) / numel for op in operations(blocks)}
+    one, four = found[1], found[4]
+    for kind in (Kind.LOAD, Kind.STORE):
+        assert four[kind, 3] == pytest.approx(one[kind, 3] / 4)
+    assert four[Kind.UPDATE_HERE, 1] == pytest.approx(one[Kind.UPDATE_HERE, 1] / 4)
+    assert four[Kind.UPDATE, 3] == pytest.approx(one[Kind.UPDATE, 3], rel=0.05)
+    assert four[Kind.GATHER, 3] * numel == pytest.approx(2 * numel * 3 / 4 / 1e11)
+    assert four[Kind.SCATTER, 3] > four[Kind.GATHER, 3]
+
+
+def test_ranks_without_a_rate_of_what_they_say_are_refused_in_a_line():
+    said = r"^rates.peer_bytes: got 0, allowed > 0 with 2 ranks, bytes that a device gets from the"
+    planner, blocks = planner_of(2, rates=H200)
+    with pytest.raises(ValueError, match=said):
+        planner.predict(blocks)
+    planner, blocks = planner_of(1, rates=H200)
+    assert planner.predict(blocks).step_s > 0
+
+
+def test_rates_are_the_first_rank_s_on_all(monkeypatch):
+    """Each would choose a placement of its own, and then wait for the others for ever."""
+    probed = []
+
+    def measure(*_: Any, **__: Any) -> Any:
+        probed.append(threading.get_ident())
+        return H200
+
+    monkeypatch.setattr("engine.planner.planner.measure", measure)
+    monkeypatch.setattr("engine.planner.planner.peer_rate", lambda _, ranks: 1e11 + ranks.index)
+
+    def rates(ranks: Ranks) -> Any:
+        case = (torch.bfloat16, 0.5, 1, False)
+        planner = engine_of_plan(case, ranks, machine=Machine())._planner
+        return planner._probed()  # before Python 3.12 one lock is every cached property's
+
+    assert on_ranks(2, rates) == [RATES, RATES]
+    assert len(probed) == 1
 
 
 def test_rows_that_ranks_do_not_divide_are_refused():

@@ -147,6 +147,13 @@ def test_a_forward_only_step_loads_each_block_once_and_computes_the_loss(blocks)
     assert {op.lane for op in ops} <= {"compute", "h2d", "peers"}
 
 
+def test_an_evaluation_of_ranks_ends_with_the_loss_of_all():
+    """They ask each other for it, in order with what else they ask."""
+    ops = operations(Blocks(num_layers=2, num_ranks=2), trains=False)
+    assert ops[-1].kind is Kind.LOSS
+    assert "peers" in ops[-1].writes
+
+
 def test_each_layer_is_loaded_once_each_way_and_stored_once_with_interval_one():
     ops = operations(Blocks(num_layers=6))
     loads = [op.block for op in ops if op.kind is Kind.LOAD]

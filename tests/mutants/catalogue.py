@@ -49,11 +49,21 @@ EQUIVALENT = {
 """Of the schedule's, the derived waits are the same: tests/mutants/test_mutants.py derives them."""
 
 NODE = "test_engine.py::"
+GLOO = "../baselines/test_ranks.py"
 TRAIN = "../sweeps/test_train.py"
 LEFTOVERS = f"{TRAIN}::test_what_a_killed_run_left_half_written_goes"
 LOGGED = f"{TRAIN}::test_the_log_says_what_was_done"
 STARVED = f"{NODE}test_starved_lanes_give_identical_bits"
 ADVERSARIAL = f"{NODE}test_adversarial_interleaving_of_lanes_gives_identical_bits"
+RANKED = "test_ranks.py"
+RANKED_STATE = "test_ranks_state.py"
+NONE_READS = f"{RANKED_STATE}::test_a_state_that_one_rank_cannot_read_is_refused_by_all"
+NONE_WRITES = f"{RANKED_STATE}::test_where_one_rank_cannot_write_no_directory_appears"
+RANKED_ROUNDED = f"{RANKED}::test_gradients_of_ranks_are_summed_in_fp32_and_rounded_once"
+ONE_ALONE = f"{RANKED}::test_a_parameter_that_one_rank_alone_uses_is_updated_on_all"
+BETWEEN = "test_schedule.py"
+EVALUATES = f"{BETWEEN}::test_an_evaluation_of_ranks_ends_with_the_loss_of_all"
+TOLD = "test_declared_access.py"
 PADDING = "test_architectures.py::test_padding_reaches_the_layers_as_the_models_own_mask"
 UNLIKE = "test_architectures.py::test_unlike_layers_train_as_the_plain_model"
 DECAY = "../baselines/test_decay.py::test_placement_changes_no_bit_where_matrices_alone_decay"
@@ -187,8 +197,8 @@ MUTANTS = (
         ("B4", 'torch.int16 if self.master == "split" else torch.float32', "torch.int16"),
         (
             "B5",
-            "[0] * self.on_device + numels[self.on_device :]",
-            "[0] * (self.on_device + 1) + numels[self.on_device + 1 :]",
+            "[0] * self.on_device + [self.part(block) for block in hosted]",
+            "[0] * (self.on_device + 1) + [self.part(block) for block in hosted[1:]]",
         ),
         ("G6", "return pieces * self.num_micro_batches", "return pieces", ROUNDED_ONCE),
         (
@@ -278,7 +288,10 @@ MUTANTS = (
         "test_engine_state.py",
         ("B1", "read_master(state.weight, state.extra)", "read_master(state.weight, None)"),
         ("B2", "if value.dtype == state.weight.dtype and (", "if ("),
-        ("B3", 'master.to("cpu", copy=True)', 'master.to("cpu")', DRAINED),
+        ("B3", '.to("cpu", copy=True).view(f.shape)', '.to("cpu").view(f.shape)', DRAINED),
+        ("Z1", "self.ranks.gather(whole)", "pass", RANKED_STATE),
+        ("Z2", "self.ranks.gather(home)", "pass", RANKED_STATE),
+        ("Z3", "[within(self.part(block), field.stretch)]", "[: state.weight.numel()]", RANKED),
     ),
     *_changes(
         "saving.py",
@@ -298,7 +311,12 @@ MUTANTS = (
         ("C1", '"extra", "exp_avg", "exp_avg_sq")', '"extra", "exp_avg")'),
         ("C2", "if not path.is_file():", "if False:", "test_engine_state.py"),
         ("C3", "[[f.name, list(f.shape)] for", "[[f.name] for", "test_engine_state.py"),
-        ("C5", '{"step": step, ', '{"step": step + 1, '),
+        ("C5", '"step": step, "recipe"', '"step": step + 1, "recipe"'),
+        ("Z4", "num_parts), within(own, theirs), mine", "num_parts), mine, mine", RANKED_STATE),
+        ("Z5", "files |= json.loads(said.read_text())", "pass", RANKED_STATE),
+        ("Z6", "error = error or (OSError(said[0]) if said else None)", "pass", RANKED_STATE),
+        ("Z7", "refused = refused or (ValueError(said[0]) if said else None)", "pass", NONE_READS),
+        ("Z8", "said.with_suffix(FAILED).exists() or self", "self", NONE_WRITES),
         ("C6", 'del wanted["master"]', "pass", "test_engine_state.py"),
         ("C7", 'if digest(path) != expected.get("sha256"):', "if False:"),
         ("C9", "        _check_tensors(path", "        () or (path"),
@@ -363,6 +381,9 @@ MUTANTS = (
         "device.py",
         UNLIKE,
         ("G1", "self._slab[start:end].zero_()", "pass"),
+        ("Z22", "parts.sum(0, dtype=torch.float32)", "parts.sum(0)", RANKED_ROUNDED),
+        ("Z23", "self._ranks.exchange(slab, received)", "received.copy_(slab)", RANKED),
+        ("Z24", "self._ranks.gather(self.home(op)[: self.layout(op).numel])", "pass", RANKED),
         ("G2", "torch._foreach_add_, grads", "torch._foreach_copy_, grads"),
         (
             "G3",
@@ -381,6 +402,25 @@ MUTANTS = (
         ("G9", "max(streamed, default=0)", "next(iter(streamed), 0)"),
         ("G10", "max(passing, default=0)", "next(iter(passing), 0)"),
         ("G8", "else self.slots[op.slot]", "else self.slots[0]", DECLARED),
+    ),
+    *_changes(
+        "ranks.py",
+        RANKED,
+        ("Z25", "slice(self.index * each, (self.index + 1) * each)", "slice(0, each)"),
+        ("Z26", "dist.all_to_all_single(received, flat)", "received.copy_(flat)", GLOO),
+        ("Z27", "_all_gather(flat, flat[self.part(flat.numel())])", "pass", GLOO),
+        ("Z28", "return found.view(self.count, -1)", "return found.view(self.count, -1) * 0", GLOO),
+    ),
+    *_changes(
+        "planner/cost.py",
+        f"{RANKED}::test_a_prediction_knows_the_ranks",
+        ("Z29", "/ num_ranks / rates.h2d_bytes", "/ rates.h2d_bytes"),
+        (
+            "Z30",
+            "others = (self.blocks.num_ranks - 1) / self",
+            "others = self.blocks.num_ranks / self",
+        ),
+        ("Z31", "UPDATE_BYTES * layout.numel / num_ranks", "UPDATE_BYTES * layout.numel"),
     ),
     *_changes(
         "layout.py",
@@ -409,7 +449,7 @@ MUTANTS = (
     *_changes(
         "executor.py",
         f"{FIRST_STEP} {DEPTHS}",
-        ("X1", "self.memory.norms[op.block] = ", "self.memory.norms[0] = ", NORM),
+        ("X1", "norms[op.block] = norm_of([flat", "norms[0] = norm_of([flat", NORM),
         (
             "X2",
             "self.store.slabs[op.host_slab][: target.numel()]",
@@ -435,7 +475,7 @@ MUTANTS = (
             "state.norm",
             f"{EVALUATION}test_without_clipping_there_is_no_gradient_norm",
         ),
-        ("X7", "scale = scale + 0.0 * s.loss", "scale = scale + 0.0", "test_engine_errors.py"),
+        ("X7", "scale + 0.0 * s.loss", "scale + 0.0", "test_engine_errors.py"),
         ("X8", "hyper_tensor(s.index", "hyper_tensor(0", PLACEMENT),
         (
             "X9",
@@ -443,7 +483,7 @@ MUTANTS = (
             "self._late.pop(block)\n        scale = float(self.memory.verdict[2])\n",
             STARVED,
         ),
-        ("X10", "norm_of([self.memory.norms])", "norm_of([self.memory.norms[1:]])", NORM),
+        ("X10", "of_all[:, 1:].flatten()", "of_all[:, 2:].flatten()", NORM),
         ("X11", "s.batch.labels[m]", "s.batch.labels[0]"),
         ("X12", "flat.view(-1, BLOCK_ALIGNMENT)", "flat[: flat.numel() // 2]", NORM),
         ("X13", "s.loss.add_(loss)", "s.loss.copy_(loss)"),
@@ -457,8 +497,8 @@ MUTANTS = (
         ),
         (
             "X19",
-            "clip_scale(norm, self.optimizer.recipe.clip_norm)",
-            "clip_scale(norm, 1.0)",
+            "clip_scale(s.norm, self.optimizer.recipe.clip_norm)",
+            "clip_scale(s.norm, 1.0)",
             UNLIKE,
         ),
         ("X20", "            sums.clear()", "            pass", "test_engine_errors.py"),
@@ -469,7 +509,25 @@ MUTANTS = (
         ("X37", "        )\n        self._before(op.block)\n", "        )\n", BESIDE),
         ("X36", "self._hyper[decays], scale", "self._hyper[True], scale", DECAY),
         ("X30", "slabs[block][part]", "slabs[block][: part.stop - part.start]", FROZEN),
-        ("X31", "slab[part], hyper", "slab[: part.stop - part.start], hyper", FROZEN),
+        ("X31", "gradient[part], hyper", "gradient[: part.stop - part.start], hyper", FROZEN),
+        (
+            "Z9",
+            "mine = batch.rows(self._ranks.part(batch.tokens.shape[1]))",
+            "mine = batch",
+            RANKED,
+        ),
+        ("Z10", "num_tokens=batch.num_tokens, loss", "num_tokens=mine.num_tokens, loss", RANKED),
+        ("Z11", "of_all[:, 1:].flatten()", "of_all[0, 1:].flatten()", RANKED),
+        ("Z12", "s.loss.copy_(of_all[:, 0].sum())", "pass", RANKED),
+        ("Z13", ".amax(0).tolist()", ".amin(0).tolist()", ONE_ALONE),
+        (
+            "Z14",
+            "within(stretch, part), decays",
+            "within(stretch, slice(0, 1 << 40)), decays",
+            RANKED,
+        ),
+        ("Z15", "s.loss.copy_(self._ranks.stacked(s.loss[None]).sum())", "pass", RANKED),
+        ("Z16", "norm_of([part.view(-1, BLOCK_ALIGNMENT)])", "norm_of([part[:64][None]])", RANKED),
         ("X22", "s.saved[op.block + 1] = ", "s.saved[op.block] = "),
         ("X23", "masks[m]", "masks[0]", PADDING),
         ("X24", "s.recordings.clear()", "pass"),
@@ -523,7 +581,7 @@ MUTANTS = (
         ("S3", 'reads = [f"host weights {visit.block}", *', "reads = [*"),
         ("S4", "[here], [there], **places", "[], [there], **places"),
         ("S5", 'if parked else f"host slab {slab}"', 'if parked else "verdict"'),
-        ("S6", 'Kind.CLIP, -1, COMPUTE, [], ["verdict"]', "Kind.CLIP, -1, COMPUTE, [], []"),
+        ("S6", 'COMPUTE, reads, ["verdict", *self.peers]', "COMPUTE, reads, [*self.peers]"),
         ("S7", "visit.block, D2H, [here], [there]", "visit.block, D2H, [], [there]"),
         ("S8", "FETCH, [there], [here]", "FETCH, [], [here]", TOUCHED),
         ("S9", "reads, writes = [_weights(block, visit.slot)], ", "reads, writes = list[str](), "),
@@ -549,8 +607,8 @@ MUTANTS = (
         ("S20", "in reversed(self.blocks.hosted):", "in self.blocks.hosted:", LATE),
         (
             "S21",
-            'writes += [] if self.blocks.clip else ["verdict"]',
-            "pass",
+            "if kind is Kind.TAIL and not self.blocks.clip:",
+            "if False:",
             "test_engine_errors.py",
         ),
         (
@@ -573,10 +631,15 @@ MUTANTS = (
         ("S32", "BACKWARD and visit.fate is not Fate.RECOMPUTED:", "BACKWARD:", ROOM),
         (
             "S33",
-            "for block in range(self.blocks.num_blocks))",
-            "for block in reversed(range(self.blocks.num_blocks)))",
+            "for block in range(self.blocks.num_blocks):",
+            "for block in reversed(range(self.blocks.num_blocks)):",
             IN_ORDER,
         ),
+        ("Z17", "writes = [here, *self.peers]", "writes = [here]", BETWEEN),
+        ("Z18", 'writes = [here, "norms", *self.peers]', "writes = [here, *self.peers]", TOLD),
+        ("Z19", 'reads = ["norms"] if self.peers and', "reads = [] if False and", TOLD),
+        ("Z20", "            yield from self._gather(block, -1)\n", "", BETWEEN),
+        ("Z21", "writes += self.peers  # it is that of all ranks", "pass", EVALUATES),
         ("S34", "max(1, blocks.depth - 1) if blocks.streams == 2 else 1", "1", AHEAD),
         ("S35", "reads += self._updates_done()", "pass", SERIAL),
         ("S36", 'CPU, ["verdict"], []', "CPU, [], []", TOUCHED),
