@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from engine import EngineConfig, Machine, MegaTrain, NonFiniteLossError, Ranks, Recipe
+from engine import EngineConfig, Group, Machine, MegaTrain, NonFiniteLossError, Ranks, Recipe
 from engine.layout import BLOCK_ALIGNMENT, pack, within
 from engine.step import Kind, operations
 from tests.models import H200, assert_same, make_batch, make_engine, make_model
@@ -98,6 +101,44 @@ def test_bf16_losses_are_those_of_one_rank(count, master):
     case = (torch.bfloat16, 0.5, 2, False)
     found = on_ranks(count, lambda ranks: trained(case, 10, ranks, master=master))
     assert found[0][0] == pytest.approx(trained(case, 10, master=master)[0], abs=2e-3 * 10)
+
+
+PROCESSES: list[tuple[Case, dict[str, Any]]] = [
+    ((torch.float32, 0.5, 3, True), {"device_optimizer": 2}),
+    ((torch.bfloat16, 0.5, 1, False), {"depth": 3}),
+    ((torch.bfloat16, 0.0, 1, True), {"device_optimizer": 5}),
+]
+
+
+def a_process(index: int, count: int, folder: Path) -> None:
+    """One rank of torch's own group, which saves a state too and resumes it."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    where = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=where, rank=index, world_size=count)
+    ranks = Group(count)
+    assert ranks.joined
+    found = [trained(case, 10, ranks, **pipeline) for case, pipeline in PROCESSES]
+    engine = engine_of(PROCESSES[0][0], ranks)
+    engine.train_step(batch_of(0, 3))
+    engine.save(folder / "state")
+    before = dict(engine.parameters())
+    engine.train_step(batch_of(1, 3))
+    engine.resume(folder / "state")
+    assert all(torch.equal(value, before[name]) for name, value in engine.parameters())
+    engine.close()
+    if index == count - 1:
+        torch.save(found, folder / "found")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_with_gloo_give_the_bits_that_threads_give(count, tmp_path):
+    """Nothing is summed by a library, so that how ranks talk changes nothing."""
+    torch.multiprocessing.spawn(a_process, (count, tmp_path), nprocs=count)
+    for (case, pipeline), found in zip(PROCESSES, torch.load(tmp_path / "found"), strict=True):
+        assert_same(found, on_ranks(count, partial(trained, case, 10, **pipeline))[0])
 
 
 PIPELINES: list[dict[str, Any]] = [
