@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from engine.cores import keep_to
 from engine.marks import Marks
 from engine.recipe import NonFiniteLossError
 from engine.step import COMPUTE, CPU, Op
@@ -56,8 +57,11 @@ def hold_until(event: torch.cuda.Event) -> None:
 class CudaLanes:
     """Device lanes are CUDA streams, the CPU lane is one worker thread."""
 
-    def __init__(self, device: torch.device, lanes: Sequence[str]) -> None:
-        self.device = device
+    def __init__(
+        self, device: torch.device, lanes: Sequence[str], cores: Sequence[int] = ()
+    ) -> None:
+        """cores: those that the worker and the optimizer's threads are kept to; () is all."""
+        self.device, self._cores = device, cores
         self.waited_s = 0.0
         self._streams = {lane: self._stream(lane) for lane in lanes if lane != CPU}
         self._error: BaseException | None = None
@@ -108,6 +112,7 @@ class CudaLanes:
 
     def _work(self) -> None:
         torch.cuda.set_device(self.device)
+        keep_to(self._cores)
         while (item := self._queue.get()) is not None:
             task, waits, ticket = item
             assert ticket.done is not None

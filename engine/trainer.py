@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 
 from engine.adamw import AdamW
 from engine.blocks import Blocks
 from engine.config import EngineConfig
+from engine.cores import cores_of, on_cores
 from engine.executor import Executor
 from engine.lanes import CudaLanes, Lanes, SerialLanes
 from engine.layers.decoder import Decoder
@@ -45,7 +47,9 @@ class Trainer:
         ranks: those that train together; None is one alone."""
         self.work, self.blocks, self.ranks = work, blocks, ranks or Ranks()
         self.recipe, self.config, self.device = recipe, config, device
-        self.num_threads = config.num_threads or default_threads(device, self.ranks.count)
+        self.cores = cores_of(self.ranks, device) if self.ranks.count > 1 else []
+        """Of one of several ranks, those that its optimizer is kept to."""
+        self.num_threads = config.num_threads or default_threads(device, len(self.cores))
         self._decoder, self._lanes = decoder, lanes
         self._store: Store | None = None
         self._executor: Executor | None = None
@@ -62,14 +66,15 @@ class Trainer:
         use_native = not self.config.torch_adamw
         optimizer = AdamW(self.recipe, num_threads=self.num_threads, use_native=use_native)
         spec = StoreSpec.of(self.blocks, self.work, self.config, self.device)
-        self._store = Store(spec, device=self.device, ranks=self.ranks)
+        make = partial(Store, spec, device=self.device, ranks=self.ranks)
+        self._store = on_cores(self.cores, make) if self.cores else make()
         load(self._store, self._decoder, weights)
         self._store.spread()
         self._saver = Saver(self._store)
         if self._lanes is None:
             names = list(dict.fromkeys(LANES[self.blocks.streams].values()))
             cuda = self.device.type == "cuda"
-            self._lanes = CudaLanes(self.device, names) if cuda else SerialLanes()
+            self._lanes = CudaLanes(self.device, names, self.cores) if cuda else SerialLanes()
         parts = self.blocks, self.work, self._decoder, self._store
         self._executor = Executor(
             *parts, optimizer, self._lanes, self.device, before=self._saver.before
@@ -159,7 +164,7 @@ class Trainer:
             saver.close()
 
 
-def default_threads(device: torch.device, num_ranks: int = 1) -> int:
-    """A rank's share of the cores of this process, but two beside a GPU."""
-    cores = len(os.sched_getaffinity(0)) // num_ranks
-    return max(1, cores - (2 if device.type == "cuda" else 0))
+def default_threads(device: torch.device, num_cores: int = 0) -> int:
+    """So many cores, all of this process where it is 0, but two beside a GPU."""
+    num_cores = num_cores or len(os.sched_getaffinity(0))
+    return max(1, num_cores - (2 if device.type == "cuda" else 0))
