@@ -47,9 +47,8 @@ class Trainer:
         ranks: those that train together; None is one alone."""
         self.work, self.blocks, self.ranks = work, blocks, ranks or Ranks()
         self.recipe, self.config, self.device = recipe, config, device
-        self.cores = cores_of(self.ranks, device) if self.ranks.count > 1 else []
-        """Of one of several ranks, those that its optimizer is kept to."""
-        self.num_threads = config.num_threads or default_threads(device, len(self.cores))
+        self.cores: list[int] = []
+        """Of one of several ranks, once it is set up, those that its optimizer is kept to."""
         self._decoder, self._lanes = decoder, lanes
         self._store: Store | None = None
         self._executor: Executor | None = None
@@ -63,8 +62,11 @@ class Trainer:
         KernelError, before it allocates, where AdamW's kernel can be neither found nor built and
         `torch_adamw` does not ask for torch's.
         """
+        if self.ranks.count > 1:
+            self.cores = cores_of(self.ranks, self.device)
+        num_threads = self.config.num_threads or default_threads(self.device, len(self.cores))
         use_native = not self.config.torch_adamw
-        optimizer = AdamW(self.recipe, num_threads=self.num_threads, use_native=use_native)
+        optimizer = AdamW(self.recipe, num_threads=num_threads, use_native=use_native)
         spec = StoreSpec.of(self.blocks, self.work, self.config, self.device)
         make = partial(Store, spec, device=self.device, ranks=self.ranks)
         self._store = on_cores(self.cores, make) if self.cores else make()

@@ -37,7 +37,8 @@ CHOICE = ("fallback", "candidates", "systems")
 NAMELESS = ("auto", "checkpoint")
 """Files of conf/model that no model is called after."""
 MOST_RANKS = {"cuda": 8, "cpu": 2}
-"""How far a study of ranks goes. On the CPU two show that it works."""
+"""How far a study of ranks goes: where there are several GPUs, beyond them by prediction. On the
+CPU two show that it works."""
 HEADROOM = 0.92
 """Share of the memory that a model chosen unasked may plan to fill.
 
@@ -78,9 +79,9 @@ def register(planned: str | None = None) -> None:
 
 
 def ranks(kind: str) -> str:
-    """1, 2, 4 and so on, up to what the machine has: GPUs, or cores where it has none."""
+    """1, 2, 4 and so on; 1 where there is one GPU, or one core and no GPU."""
     there = torch.cuda.device_count() if kind == "cuda" else len(os.sched_getaffinity(0))
-    most = min(MOST_RANKS[kind], max(1, there))
+    most = MOST_RANKS[kind] if there > 1 else 1
     return ",".join(str(1 << power) for power in range(most.bit_length()))
 
 
@@ -140,13 +141,13 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
 
 
 def _require_gpus(plain: Mapping[str, Any]) -> None:
-    """ValueError, one line, for more GPUs than there are."""
+    """ValueError, one line, for more GPUs than there are, and more than can be predicted from
+    several."""
     asked, there = plain["process"].get("num_gpus", 1), torch.cuda.device_count()
-    if plain["machine"]["device"] == "cuda" and isinstance(asked, int) and asked > max(1, there):
-        raise ValueError(
-            f"process.num_gpus: got {asked}, allowed 1 to {there}, the GPUs that torch sees here; "
-            "give fewer"
-        )
+    most = max(there, MOST_RANKS["cuda"]) if there > 1 else 1
+    if plain["machine"]["device"] == "cuda" and isinstance(asked, int) and asked > most:
+        allowed = f"1 to {most}, of which torch sees {there} here" if most > 1 else "1"
+        raise ValueError(f"process.num_gpus: got {asked}, allowed {allowed}; give fewer")
 
 
 def _model(plain: Mapping[str, Any]) -> dict[str, Any]:

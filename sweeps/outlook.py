@@ -95,8 +95,9 @@ def built(cell: Cell, machine: Machine | None = None, rates: Rates | None = None
     return engine
 
 
-def outlook_of(system: Any, cell: Cell) -> Outlook:
-    """What a system that is built expects of itself, and whether there is room for it."""
+def outlook_of(system: Any, cell: Cell, *, elsewhere: bool = False) -> Outlook:
+    """What a system that is built expects of itself, and whether there is room for it. elsewhere:
+    on a machine that is not here and has the GPUs that are asked for."""
     plan, num_params = system.plan(), count_params(cell.model).total
     placement = {"placement": system.placement} if hasattr(system, "placement") else {}
     events: list[Event] = [
@@ -115,7 +116,19 @@ def outlook_of(system: Any, cell: Cell) -> Outlook:
     on_gpu = cell.machine.device == "cuda"
     if on_gpu and cell.dtype == "bfloat16" and isinstance(system, MegaTrain):  # rates are bf16's
         events.append({"event": "predicted", "prediction": _prediction(system, cell)})
-    return Outlook(events=events, refusal=refusal_of(plan, cell))
+    lacking = None if elsewhere else lacks_gpus(cell)
+    return Outlook(events=events, refusal=lacking or refusal_of(plan, cell))
+
+
+def lacks_gpus(cell: Cell) -> str | None:
+    """That the machine has fewer GPUs than the cell asks for, one line; None where it has them."""
+    there, asked = environment.machine(cell.machine, None)["num_gpus"], cell.process.num_gpus
+    if cell.machine.device == "cpu" or asked <= (there or 1):
+        return None
+    return (
+        f"process.num_gpus: got {asked}, which is more than the {there} of this machine: such a "
+        "cell is predicted, where its system is the engine, and not run"
+    )
 
 
 def spare_host_bytes(outlook: Outlook, cell: Cell) -> int:

@@ -190,7 +190,8 @@ def report(cell: Cell, machine: Machine | None) -> list[str]:
     """All lines of the answer."""
     require_runnable(cell.model)
     system = built(cell, machine=machine)
-    outlook, has = outlook_of(system, cell), environment.machine(cell.machine, None)
+    outlook = outlook_of(system, cell, elsewhere=machine is not None)
+    has = environment.machine(cell.machine, None)
     num_params: int = outlook.events[0]["num_params"]
     num = cell.process.num_ranks
     host = {kind: num * size for kind, size in outlook.plan["host"].items()}

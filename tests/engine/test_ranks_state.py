@@ -91,13 +91,13 @@ def test_what_is_saved_beside_steps_is_of_one_step_on_all_ranks(tmp_path):
 
 def test_a_state_that_one_rank_cannot_read_is_refused_by_all(tmp_path):
     saved(tmp_path / "state", CASES[0], 4)
-    torn = tmp_path / "state" / "block-0002-part-2-of-4.safetensors"
+    torn = tmp_path / "state" / "block-0002-part-1-of-4.safetensors"
     torn.write_bytes(torn.read_bytes()[:-1])
 
     def work(ranks: Ranks) -> str:
         engine = engine_of(CASES[0], ranks)
         before = held(engine)
-        with pytest.raises(ValueError, match="block-0002-part-2-of-4") as error:
+        with pytest.raises(ValueError, match="block-0002-part-1-of-4") as error:
             engine.resume(tmp_path / "state")
         assert_same(held(engine), before)
         return str(error.value)

@@ -87,7 +87,7 @@ def test_every_system_and_this_machine_without_a_gpu(capsys, monkeypatch):
         (
             ["+rates=h300"],
             2,
-            "rates: got 'h300', allowed h200_16cores, h200_64cores; choose one of these",
+            "rates: got 'h300', allowed h200_16cores, h200_64cores, hgx_h200_8; choose one of these",
         ),
         (
             ["+rates=h200_16cores", "model=auto"],

@@ -4,6 +4,7 @@ measures, what it is known by, and which numbers are refused."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import sys
@@ -16,7 +17,8 @@ import psutil
 import pytest
 import torch
 
-from sweeps import auto, cell, ranks, train
+from engine import Machine
+from sweeps import auto, cell, environment, outlook, ranks, train
 from sweeps.command import command_of
 from sweeps.config import cell_from
 from sweeps.identity import digest, hashed, in_force
@@ -25,7 +27,8 @@ from sweeps.memory import Look, NoDevice, Several
 from sweeps.outlook import refusal_of
 from sweeps.result import read_rows
 from sweeps.rows import Rows
-from sweeps.study import run_cell
+from sweeps.study import row_of, run_cell
+from tests.models import H200
 from tests.sweeps.test_config import composed
 from tests.sweeps.test_isolate import isolated, says
 
@@ -291,14 +294,69 @@ def test_a_machine_with_fewer_gpus_or_other_processes_refuses(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(auto, "device", lambda: "cuda")
-    said = r"^process.num_gpus: got 8, allowed 1 to 4, the GPUs that torch sees here; give fewer$"
-    with pytest.raises(ValueError, match=said):
-        composed("system=zero3", "machine.device=cuda", "shape=b32x1024", "process.num_gpus=8")
-    asked = composed("system=zero3", "machine.device=cuda", "shape=b32x1024", "process.num_gpus=4")
-    assert asked.spec().num_ranks == 4
+    many = ("system=zero3", "machine.device=cuda", "shape=b32x1024")
+    for there, asked, allowed in (
+        (4, 16, "1 to 8, of which torch sees 4 here"),
+        (16, 32, "1 to 16, of which torch sees 16 here"),
+        (1, 2, "1"),
+    ):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda there=there: there)
+        said = f"^process.num_gpus: got {asked}, allowed {allowed}; give fewer$"
+        with pytest.raises(ValueError, match=said):
+            composed(*many, f"process.num_gpus={asked}")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for asked in (4, 8):
+        assert composed(*many, f"process.num_gpus={asked}").spec().num_ranks == asked
     said = "process.num_cpu_ranks: got 2, allowed 1 with machine.device=cuda; give process.num_gpus"
     with pytest.raises(ValueError, match=said):
         composed("system=zero3", "machine.device=cuda", "process.num_cpu_ranks=2")
+
+
+@pytest.mark.parametrize("system", ["megatrain_fast", "zero3"])
+def test_what_more_gpus_would_do_is_predicted_and_not_run(
+    system: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine of two, whose rates are known; of rivals there is no prediction."""
+    card = {"gpu": "NVIDIA H200", "num_gpus": 2, "device_bytes": 150 << 30}
+    monkeypatch.setattr(environment, "gpu", lambda: card)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(auto, "device", lambda: "cuda")
+    told = {}
+    for num in (2, 8):
+        one = composed(
+            f"system={system}",
+            "model=qwen2.5-3b",
+            "machine.device=cuda",
+            f"machine.host_bytes={1 << 40}",
+            "shape=b32x1024",
+            f"process.num_gpus={num}",
+        )
+        machine = Machine(rates=NODE, device_memory=150 << 30, host_memory=1 << 40)
+        told[num] = outlook.outlook_of(outlook.built(one, machine=machine), one)
+    assert told[2].refusal is None
+    assert told[8].refusal == (
+        "process.num_gpus: got 8, which is more than the 2 of this machine: such a cell is "
+        "predicted, where its system is the engine, and not run"
+    )
+    if system == "zero3":
+        assert told[8].prediction is None
+        return
+    steps = [told[num].prediction["step_s"] for num in (2, 8)]
+    assert 2 < steps[0] / steps[1] < 4
+    row = row_of(one, told[8].outcome, started_at="2026", machine=card)
+    assert (row.status, row.plan["step_s"], row.num_ranks) == ("wont_fit", steps[1], 8)
+
+
+NODE = dataclasses.replace(H200, peer_bytes=3.6e11)
+
+
+def test_a_study_of_ranks_goes_beyond_the_gpus_that_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where there are several, or nothing would be known of what they say to each other."""
+    for there, asked in ((1, "1"), (2, "1,2,4,8"), (8, "1,2,4,8")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda there=there: there)
+        assert auto.ranks("cuda") == asked
 
 
 def test_a_run_of_days_is_of_one_process() -> None:
