@@ -7,6 +7,8 @@ the AdamW that it is known by or with the one that was asked for.
 from __future__ import annotations
 
 import dataclasses
+import os
+from pathlib import Path
 
 from baselines.model import build_skeleton
 from baselines.system import SystemSpec, Unsupported
@@ -28,6 +30,7 @@ def build(
     """
     allowed = [field.name for field in dataclasses.fields(EngineConfig)]
     options = {key: value for key, value in spec.options.items() if key != LABEL}
+    drives = (options.pop("nvme_path", None) or "").split(os.pathsep)
     for key, value in options.items():
         if key not in allowed:
             raise ValueError(
@@ -49,6 +52,7 @@ def build(
         machine=machine
         or Machine(rates=rates, host_memory=spec.host_memory, device_memory=spec.device_memory),
         packed=spec.packed,
+        folders=[Path(drive).expanduser() for drive in drives if drive],
         ranks=Group(spec.num_ranks) if spec.num_ranks > 1 else None,
     )
 

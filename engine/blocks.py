@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+STAGES = 3
+"""Buffers of host memory for state on disk: one is read, one updated and one written."""
+
 
 class Fate(Enum):
     """What becomes of a layer's activations between its forward and its backward."""
@@ -39,6 +42,8 @@ class Blocks:
     """Exact global-norm clipping: no update before the whole backward is done."""
     optimizer_overlap: bool = True
     late_moments: bool = False
+    disk_blocks: int = 0
+    """Last blocks whose optimizer state, all of it beside the weights, lies on disk."""
     num_ranks: int = 1
     """Processes that train together; each has one of as many equal parts of every block."""
 
@@ -78,10 +83,28 @@ class Blocks:
         in their slabs."""
         return self.late_moments and self.clip and self.optimizer_overlap and not self.pooled
 
+    def late(self, block: int) -> bool:
+        """Whether the block's moments are updated later: what comes from disk is updated while it
+        is here."""
+        return self.two_passes and not self.on_device(block) and not self.on_disk(block)
+
     @property
     def hosted(self) -> range:
-        """Blocks whose weights and optimizer state live on the host."""
+        """Blocks whose weights live on the host, and their optimizer state there or on disk."""
         return range(self.device_optimizer, self.num_blocks)
+
+    @property
+    def on_disks(self) -> range:
+        """Blocks whose optimizer state lies on disk."""
+        return range(self.num_blocks - self.disk_blocks, self.num_blocks)
+
+    def on_disk(self, block: int) -> bool:
+        """Whether the block's optimizer state lies on disk."""
+        return block in self.on_disks
+
+    def stage(self, block: int) -> int:
+        """The buffer through which the block's state comes from disk and goes back."""
+        return (block - self.on_disks.start) % STAGES
 
     def on_device(self, block: int) -> bool:
         """Whether the block's weights and optimizer state live on the device."""

@@ -55,6 +55,9 @@ class EngineConfig:
     offload_activations: int = 0
     """Layers, spread over those not kept, whose activations wait in pinned host memory; -1: the
     planner chooses."""
+    disk_blocks: int = 0
+    """Last blocks (layers, then the head) whose optimizer state beside the weights lies on disk;
+    -1: as few as there must be."""
     optimizer_overlap: bool = True
     """Update layers beside the next forward (without clipping, beside the backward too); false:
     between steps, serially."""
@@ -87,7 +90,7 @@ class EngineConfig:
             self._check_least(name, 1)
         for name in ("gradient_slabs", "mlp_chunk", "num_threads"):
             self._check_least(name, 0)
-        for name in ("checkpoint_interval", *PLACED):
+        for name in ("checkpoint_interval", "disk_blocks", *PLACED):
             self._check_least(name, AUTO)
         if self.checkpoint_interval == 0:
             raise self._refusal("checkpoint_interval", "-1 or an integer >= 1", 1)

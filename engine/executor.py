@@ -88,7 +88,8 @@ class Executor:
         self.ops, self.evaluation = operations(blocks), operations(blocks, trains=False)
         self.gradient_norm: torch.Tensor | None = None
         """Of the last step that was enqueued, before clipping; None where nothing is clipped."""
-        names = ("h2d_bytes", "d2h_bytes", "recompute_flops", "optimizer_s")
+        names: tuple[str, ...] = ("h2d_bytes", "d2h_bytes", "recompute_flops", "optimizer_s")
+        names += ("disk_read_bytes", "disk_written_bytes") if blocks.disk_blocks else ()
         self.counters = dict.fromkeys(names, 0.0)
         self._tickets: tuple[list[Ticket], list[Ticket]] = ([], [])
         self.memory = DeviceMemory(blocks, work, store, device)
@@ -129,6 +130,8 @@ class Executor:
             Kind.CHECK: self._check,
             Kind.UPDATE: self._update,
             Kind.MOMENTS: self._moments,
+            Kind.READ_STATE: self._read_state,
+            Kind.WRITE_STATE: self._write_state,
         }
 
     def run(self, batch: Batch, step: int) -> torch.Tensor:
@@ -136,6 +139,7 @@ class Executor:
         if len(self._tickets[1]) < len(self.ops):  # the first step, or after one that raised
             self.lanes.drain()
             self._tickets = ([], [])
+        self.store.settle()
         state = self._begin(batch, step)
         self.gradient_norm = state.norm if self.blocks.clip else None
         before, now = self._tickets[1], list[Ticket]()
@@ -441,7 +445,7 @@ class Executor:
 
     def _update(self, op: Op, s: StepState) -> None:
         started, scale = time.perf_counter(), float(self.memory.verdict[2])
-        taken = Pass.WEIGHTS if self.blocks.two_passes else Pass.BOTH
+        taken = Pass.WEIGHTS if self.blocks.late(op.block) else Pass.BOTH
         gradient = (
             self.store.parked[op.block] if op.host_slab < 0 else self.store.slabs[op.host_slab]
         )
@@ -452,6 +456,12 @@ class Executor:
         if taken is Pass.WEIGHTS:
             self._late[op.block] = (s.index, scale)
         self.counters["optimizer_s"] += time.perf_counter() - started
+
+    def _read_state(self, op: Op, _: StepState) -> None:
+        self.counters["disk_read_bytes"] += self.store.read_state(op.block)
+
+    def _write_state(self, op: Op, _: StepState) -> None:
+        self.counters["disk_written_bytes"] += self.store.write_state(op.block)
 
     def _moments(self, op: Op, _: StepState) -> None:
         self._update_moments(op.block)

@@ -18,7 +18,7 @@ import torch
 from engine.cores import keep_to
 from engine.marks import Marks
 from engine.recipe import NonFiniteLossError
-from engine.step import COMPUTE, CPU, Op
+from engine.step import COMPUTE, HOST_LANES, Op
 from engine.timeline import Interval
 
 Task = Callable[[], None]
@@ -32,7 +32,7 @@ class Ticket:
     event: torch.cuda.Event | None = None
     """Recorded behind it on a device lane, where another lane will wait."""
     done: threading.Event | None = None
-    """Set behind it on the CPU lane."""
+    """Set behind it on a host lane."""
 
 
 class CopyStream:
@@ -54,23 +54,31 @@ def hold_until(event: torch.cuda.Event) -> None:
     torch.cuda.current_stream().wait_event(event)
 
 
+Item = tuple[Task, list[Ticket], Ticket]
+
+
 class CudaLanes:
-    """Device lanes are CUDA streams, the CPU lane is one worker thread."""
+    """Device lanes are CUDA streams, host lanes a worker thread each."""
 
     def __init__(
         self, device: torch.device, lanes: Sequence[str], cores: Sequence[int] = ()
     ) -> None:
-        """cores: those that the worker and the optimizer's threads are kept to; () is all."""
+        """cores: those that workers and the optimizer's threads are kept to; () is all."""
         self.device, self._cores = device, cores
         self.waited_s = 0.0
-        self._streams = {lane: self._stream(lane) for lane in lanes if lane != CPU}
+        self._streams = {lane: self._stream(lane) for lane in lanes if lane not in HOST_LANES}
         self._error: BaseException | None = None
         self._marks: Marks | None = None
-        self._queue: queue.SimpleQueue[tuple[Task, list[Ticket], Ticket] | None]
-        self._queue = queue.SimpleQueue()
-        self._worker: threading.Thread | None
-        self._worker = threading.Thread(target=self._work, name="cpu-lane", daemon=True)
-        self._worker.start()
+        hosts = [lane for lane in lanes if lane in HOST_LANES]
+        self._queues: dict[str, queue.SimpleQueue[Item | None]] = {
+            lane: queue.SimpleQueue() for lane in hosts
+        }
+        self._workers = [
+            threading.Thread(target=self._work, args=(lane,), name=f"{lane}-lane", daemon=True)
+            for lane in hosts
+        ]
+        for worker in self._workers:
+            worker.start()
 
     def _stream(self, lane: str) -> torch.cuda.Stream:
         """Compute shares the current stream, so that what callers enqueue there is ordered with
@@ -81,10 +89,10 @@ class CudaLanes:
 
     def submit(self, op: Op, task: Task, waits: Sequence[Ticket]) -> Ticket:
         """Run `task` on the operation's lane after every ticket in `waits`. A device lane that
-        waits for the CPU lane makes this thread wait, and counts the seconds."""
-        if op.lane == CPU:
+        waits for a host lane makes this thread wait, and counts the seconds."""
+        if op.lane in self._queues:
             ticket = Ticket(label=op.label, done=threading.Event())
-            self._queue.put((task, list(waits), ticket))
+            self._queues[op.lane].put((task, list(waits), ticket))
             return ticket
         stream = self._streams[op.lane]
         for wait in waits:
@@ -110,18 +118,20 @@ class CudaLanes:
         if self._error is not None:
             self.drain()  # which raises it, once nothing of the failed step runs any more
 
-    def _work(self) -> None:
+    def _work(self, lane: str) -> None:
         torch.cuda.set_device(self.device)
         keep_to(self._cores)
-        while (item := self._queue.get()) is not None:
+        while (item := self._queues[lane].get()) is not None:
             task, waits, ticket = item
             assert ticket.done is not None
             try:
                 for wait in waits:
                     if wait.event is not None:
                         wait.event.synchronize()
+                    elif wait.done is not None:
+                        wait.done.wait()
                 if self._error is None:
-                    with self._marks.on_host(CPU, ticket.label) if self._marks else nullcontext():
+                    with self._marks.on_host(lane, ticket.label) if self._marks else nullcontext():
                         task()
             except BaseException as error:
                 self._error = self._error or error
@@ -133,18 +143,21 @@ class CudaLanes:
         self._marks = Marks.begin(self.device)
 
     def recorded(self) -> list[Interval]:
-        """Device lanes by the events around each operation, the CPU lane by the host's clock."""
+        """Device lanes by the events around each operation, host lanes by the host's clock."""
         marks, self._marks = self._marks, None
         assert marks is not None, "start_recording comes first"
         return marks.intervals()
 
     def drain(self) -> None:
-        """Wait for the worker, then for every stream; after a NonFiniteLossError, which it raises,
+        """Wait for the workers, then for every stream; after a NonFiniteLossError, which it raises,
         lanes work again."""
-        if self._worker is not None:
-            last = threading.Event()
-            self._queue.put((lambda: None, [], Ticket(label="drain", done=last)))
-            last.wait()
+        if self._workers:
+            lasts = [Ticket(label="drain", done=threading.Event()) for _ in self._queues]
+            for waiting, last in zip(self._queues.values(), lasts, strict=True):
+                waiting.put((lambda: None, [], last))
+            for last in lasts:
+                assert last.done is not None
+                last.done.wait()
         for stream in self._streams.values():
             stream.synchronize()
         error = self._error
@@ -154,12 +167,14 @@ class CudaLanes:
             raise error
 
     def close(self) -> None:
-        """End the worker thread, then wait for every stream: after an exception copies may still
-        touch the host arena."""
-        if self._worker is not None:
-            self._queue.put(None)
-            self._worker.join()
-            self._worker = None
+        """End the workers, then wait for every stream: after an exception copies may still touch
+        the host arena."""
+        if self._workers:
+            for waiting in self._queues.values():
+                waiting.put(None)
+            for worker in self._workers:
+                worker.join()
+            self._workers = []
             for stream in self._streams.values():
                 with suppress(RuntimeError):  # a device that failed runs nothing more
                     stream.synchronize()

@@ -47,14 +47,16 @@ class MegaTrain(Trainer):
         machine: Machine | None = None,
         packed: bool = False,
         ranks: Ranks | None = None,
+        folders: Sequence[Path] = (),
     ) -> None:
         """model: a skeleton, parameters on the meta device or to be overwritten; it becomes the
         engine's own.
 
         machine: what to place and predict for; None is the machine at hand, without a limit on host
         memory. packed: whether to plan for several documents in a sequence. ranks: those that train
-        together, each on its rows of a micro-batch; None is one alone. Raises ValueError where the
-        model, the dtype or an option is not supported, or ranks do not divide the rows.
+        together, each on its rows of a micro-batch; None is one alone. folders: one a drive, for
+        state on disk. Raises ValueError where the model, the dtype or an option is not supported,
+        ranks do not divide the rows, or there is to be state on disk and no folder.
         """
         _check(
             dtype,
@@ -71,6 +73,7 @@ class MegaTrain(Trainer):
         rehearse(decoder, dtype=dtype, device=device, micro_batch=(rows, seq_len))
         asked = _asked(config, num_layers=decoder.num_layers, clip=recipe.clip_norm > 0)
         asked = replace(asked, num_ranks=ranks.count)
+        _require_folders(config, folders)
         masks = Masks.of(model.config, rows, seq_len, dtype.itemsize)
         work = Work(
             layouts=[layout.in_parts(ranks.count) for layout in decoder.layouts()],
@@ -91,6 +94,7 @@ class MegaTrain(Trainer):
             num_threads=config.num_threads * ranks.count or default_threads(device),
             machine=machine or Machine(),
             ranks=ranks,
+            folders=folders,
         )
         blocks = self._planner.placed(asked)
         super().__init__(
@@ -102,6 +106,7 @@ class MegaTrain(Trainer):
             device=device,
             lanes=lanes,
             ranks=ranks,
+            folders=folders,
         )
 
     def counters(self) -> dict[str, float]:
@@ -119,6 +124,8 @@ class MegaTrain(Trainer):
         found = []
         if self.work.dtype == torch.bfloat16 and self.config.master == "bf16":
             found.append("bfloat16 weights are the master, as published: small updates are lost")
+        if self._store is not None and self._store.disk_caveat:
+            found.append(self._store.disk_caveat)
         if self.config.torch_adamw:
             found.append(
                 "AdamW through torch, several times slower than its own: not the engine's speed, "
@@ -229,6 +236,7 @@ class MegaTrain(Trainer):
             "kept_layers": self.blocks.keep_activations,
             "offloaded_layers": self.blocks.offload_activations,
             "checkpoint_interval": self.blocks.checkpoint_interval,
+            **({"disk_blocks": self.blocks.disk_blocks} if self.blocks.disk_blocks else {}),
         }
 
     def plan(self) -> Plan:
@@ -256,6 +264,12 @@ def _asked(config: EngineConfig, *, num_layers: int, clip: bool) -> Blocks:
                 f"system.{name}: got {chosen[name]}, allowed 0 to {most} with {num_layers} layers; "
                 "lower it"
             )
+    if max(0, blocks.device_optimizer) + blocks.disk_blocks > blocks.num_blocks:
+        raise ValueError(
+            f"system.disk_blocks: got {blocks.disk_blocks}, allowed 0 to "
+            f"{blocks.num_blocks - max(0, blocks.device_optimizer)} where system.device_optimizer "
+            f"is {blocks.device_optimizer} of {blocks.num_blocks} blocks; lower one of the two"
+        )
     if blocks.keep_activations + blocks.offload_activations > num_layers:
         raise ValueError(
             f"system.offload_activations: got {blocks.offload_activations}, allowed 0 to "
@@ -263,6 +277,17 @@ def _asked(config: EngineConfig, *, num_layers: int, clip: bool) -> Blocks:
             f"{blocks.keep_activations} of {num_layers} layers; lower one of the two"
         )
     return blocks
+
+
+def _require_folders(config: EngineConfig, folders: Sequence[Path]) -> None:
+    """ValueError where there is to be state on disk and no folder for it."""
+    missing = [str(folder) for folder in folders if not folder.is_dir()]
+    if config.disk_blocks and (missing or not folders):
+        got = f"{missing[0]}, which is no folder" if missing else "nothing"
+        raise ValueError(
+            f"machine.nvme_path: got {got}, allowed a folder on a local disk with "
+            f"system.disk_blocks={config.disk_blocks}; make one and give machine.nvme_path=PATH"
+        )
 
 
 def _rows(micro_batch_size: int, ranks: Ranks) -> int:

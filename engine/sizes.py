@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from engine.blocks import Blocks
+from engine.blocks import STAGES, Blocks
 from engine.config import EngineConfig
 from engine.layout import Layout, round_up
 
@@ -39,6 +39,7 @@ class Plan:
 
     device: Mapping[str, int]
     host: Mapping[str, int]
+    disk: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def device_bytes(self) -> int:
@@ -212,6 +213,8 @@ class StoreSpec:
     """First blocks whose weights and optimizer state live on the device instead."""
     num_ranks: int = 1
     """Of which each has an equal part of every block."""
+    on_disks: range = range(0)
+    """Blocks of whose optimizer state the weights alone are in memory."""
     pinned: str = "none"
     """One of config.PINNED; none where there is no device to copy to."""
 
@@ -238,6 +241,7 @@ class StoreSpec:
             parked=shared if blocks.deferred else (),
             on_device=blocks.device_optimizer,
             num_ranks=num_ranks,
+            on_disks=blocks.on_disks,
             pinned=config.pinned if device.type == "cuda" else "none",
         )
 
@@ -267,13 +271,35 @@ class StoreSpec:
     def host_bytes(self) -> dict[str, int]:
         """Host bytes by kind, as they will be allocated."""
         parked = sum(map(self.part, self.parked))
+        away = sum(map(self.part, self.on_disks))
         kinds = {
             "gradients": (sum(self.slabs.values()) + parked) * self.dtype.itemsize,
             "activations": sum(self.activations.values()),
         }
         if self.pinned == "torch":
             kinds["rounding"] = sum(map(pinned_rounding, self.buffers()))
-        return self._state_bytes(sum(self.hosted_numels)) | kinds
+        state = self._state_bytes(sum(self.hosted_numels))
+        if away:
+            kinds["staging"] = STAGES * self.stage_bytes
+            away_bytes = self._state_bytes(away) | {"weights": 0}
+            state = {kind: size - away_bytes[kind] for kind, size in state.items()}
+        return state | kinds
+
+    @property
+    def rest_itemsize(self) -> int:
+        """Bytes an element of the optimizer state beside the weight: master or remainder, and
+        moments."""
+        return 8 + (self.extra_dtype.itemsize if self.extra_dtype else 0)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of a buffer that state on disk passes through."""
+        return self.rest_itemsize * max(map(self.part, self.on_disks), default=0)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the state on disk, of which every step reads and writes all."""
+        return self.rest_itemsize * sum(map(self.part, self.on_disks))
 
     def device_state_bytes(self) -> dict[str, int]:
         """Device bytes, by kind, of the blocks that live there, beside their weights, which are

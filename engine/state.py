@@ -22,7 +22,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from functools import partial
@@ -40,7 +40,7 @@ from engine.ranks import Ranks
 from engine.recipe import Recipe
 from engine.saving import digest, sync, whole_directory
 from engine.sizes import PAGE
-from engine.store import Arena, Store
+from engine.store import Arena, Store, staged_state
 
 FORMAT = 3
 STATE, COMMIT = "state.json", "COMMIT"
@@ -53,6 +53,8 @@ COPIERS = max(1, len(os.sched_getaffinity(0)) // 4)
 which with clipping is a whole forward and backward, no update waits for."""
 REFUSED = "refused: "
 """Before what the first rank says in place of a path."""
+ON_DISK = "on disk"
+"""Among the copies of a block, all that is not in memory, in one piece."""
 FAILED = ".failed"
 """Suffix of what a rank leaves that wrote nothing."""
 LOOK_S = 0.02
@@ -67,10 +69,10 @@ class Taking:
     """The state of one moment, copied block by block: in turn by the saver, and before its turn by
     whoever is about to change a block."""
 
-    def __init__(self, states: Sequence[BlockState], copies: dict[int, Tensors]) -> None:
+    def __init__(self, store: Store, copies: dict[int, Tensors]) -> None:
         """copies: those of an earlier state, to be written over; what is not there is made."""
-        self._states, self._copies = states, copies
-        self._left = {block: threading.Lock() for block in range(len(states))}
+        self._store, self._states, self._copies = store, store.states, copies
+        self._left = {block: threading.Lock() for block in range(len(store.states))}
         self._events: dict[int, torch.cuda.Event] = {}
         """Block on a GPU -> when its copy is there."""
         self._error: BaseException | None = None
@@ -122,7 +124,10 @@ class Taking:
             try:
                 tensors = _tensors(self._states[block])
                 if block not in self._copies:
-                    self._copies[block] = _like(tensors)
+                    self._copies[block] = _copies_for(self._store, block)
+                if block in self._store.spec.on_disks:
+                    self._store.copy_state(block, self._copies[block][ON_DISK])
+                    tensors = {"weight": tensors["weight"]}
                 for name, tensor in tensors.items():
                     copy(self._copies[block][name], tensor)
             except Exception as error:  # without which training goes on
@@ -167,7 +172,7 @@ class Saver:
             self._copies[block] = (
                 {name: next(pieces)[: t.nbytes].view(t.dtype) for name, t in tensors.items()}
                 if state.weight.is_cuda
-                else _like(tensors)
+                else _copies_for(self._store, block)
             )
 
     def _has_room(self, room: int) -> bool:
@@ -199,7 +204,7 @@ class Saver:
 
     def _begin(self) -> Taking:
         """What is to be copied from now on; copies of blocks on the device are enqueued."""
-        taking = Taking(self._store.states, self._copies)
+        taking = Taking(self._store, self._copies)
         for block in range(self._store.spec.on_device):
             device = self._store.states[block].weight.device
             if device.type == "cuda":
@@ -252,6 +257,7 @@ class Saver:
         copied: deque[tuple[int, Write]] = deque()
         try:
             for block, state in enumerate(self._store.states):
+                self._store.fetch(block)
                 num_bytes = _num_bytes(state)
                 while copied and sum(size for size, _ in copied) + num_bytes > room:
                     copied.popleft()[1].result()
@@ -375,6 +381,17 @@ def _like(tensors: Tensors) -> Tensors:
     return {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in tensors.items()}
 
 
+def _copies_for(store: Store, block: int) -> Tensors:
+    """Host memory for copies of a block on the host; what is on disk of it comes in one piece."""
+    state = store.states[block]
+    if block not in store.spec.on_disks:
+        return _like(_tensors(state))
+    numel = state.weight.numel()
+    (whole,) = Arena([store.spec.rest_itemsize * numel], pinned="none").pieces
+    staged = staged_state(store.spec, torch.zeros_like(state.weight), whole)
+    return {**_tensors(staged), ON_DISK: whole}
+
+
 def _num_bytes(state: BlockState) -> int:
     return sum(tensor.nbytes for tensor in _tensors(state).values())
 
@@ -382,6 +399,7 @@ def _num_bytes(state: BlockState) -> int:
 def _write_block(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[str, dict[str, Any]]:
     """Write one block's file; its name, and what the manifest says of it. OSError where the disk
     takes no more."""
+    tensors = {name: tensor for name, tensor in tensors.items() if name != ON_DISK}
     try:
         save_file(tensors, path, metadata={"block": path.stem})
     except SafetensorError as error:
@@ -426,6 +444,7 @@ def resume(store: Store, directory: Path, recipe: Recipe) -> int:
             with safe_open(path, framework="pt") as file:
                 names = file.keys()
                 tensors = {name: file.get_slice(name)[theirs] for name in names}
+            store.fetch(block, changes=True)
             _load(store.states[block].part(mine), tensors)
     _warn_of_another_recipe(directory, found.get("recipe") or {}, recipe)
     step: int = found["step"]

@@ -16,11 +16,11 @@ from enum import Enum
 from itertools import count
 from typing import Any
 
-from engine.blocks import Blocks, Fate
+from engine.blocks import STAGES, Blocks, Fate
 from engine.waits import derive
 
 COMPUTE, H2D, D2H, FETCH, CPU = "compute", "h2d", "d2h", "fetch", "cpu"
-PEERS = "peers"
+PEERS, READ, WRITE = "peers", "read", "write"
 LANES = {
     1: {COMPUTE: COMPUTE, H2D: COMPUTE, D2H: COMPUTE, FETCH: COMPUTE, PEERS: COMPUTE, CPU: CPU},
     2: {COMPUTE: COMPUTE, H2D: "copy", D2H: "copy", FETCH: "copy", PEERS: "copy", CPU: CPU},
@@ -28,6 +28,8 @@ LANES = {
 }
 """Number of CUDA streams -> the lane that each kind of work runs on; the CPU worker is always its
 own."""
+HOST_LANES = (CPU, READ, WRITE)
+"""Each a thread of its own, whatever the number of streams."""
 
 
 class Kind(Enum):
@@ -57,6 +59,8 @@ class Kind(Enum):
     UPDATE = "step"  # AdamW on a block, on the CPU; in two passes the weights alone
     UPDATE_HERE = "step device_step"  # AdamW on a block that lives on the device
     MOMENTS = "moments"  # the second pass of the step before
+    READ_STATE = "read state"  # a block's optimizer state from disk
+    WRITE_STATE = "write state"  # and back, once it was updated
 
 
 GRADIENTS = (Kind.TAIL, Kind.BACKWARD, Kind.EMBED_BACKWARD)
@@ -78,6 +82,8 @@ class Op:
     """Device gradient slab (backward, store) of a layer."""
     host_slab: int = -1
     """Host gradient slab (store, park, update, moments)."""
+    stage: int = -1
+    """Buffer of state on disk (read, update, write)."""
     reads: frozenset[str] = frozenset()
     writes: frozenset[str] = frozenset()
     waits: tuple[tuple[int, int], ...] = ()
@@ -129,6 +135,8 @@ class Step:
         self.visits = list(self._visits())
         self.host_slab = {v.block: v.host_slab for v in self.visits if v.kind in GRADIENTS}
         self.drops = blocks.drops()
+        self.to_read = [b for b in self._update_order() if blocks.on_disk(b)] if trains else []
+        """Blocks whose state must still come from disk, in the order of their updates."""
         backwards = [v for v in self.visits if v.kind is Kind.BACKWARD]
         self.to_fetch = [v.block for v in backwards if v.fate is Fate.OFFLOADED]
         """Layers whose activations are on the host when the backward begins, in its order."""
@@ -141,6 +149,7 @@ class Step:
         """THE step."""
         if self.trains:
             yield from self.late_moments()  # of the step before
+            yield from self.read_first()  # state on disk, as much as there are buffers for
         for visit in self.visits:  # embed, forwards, tail, backwards, embed
             yield from self.drop(visit)  # activations that have left
             yield from self.fetch_first(visit)
@@ -337,23 +346,51 @@ class Step:
         parked = self.blocks.deferred and self.blocks.shares_slab(block)
         slab = -1 if parked else self.host_slab[block]
         gradients = f"host gradients {block}" if parked else f"host slab {slab}"
-        moments = f"host moments {block}"
+        moments, stage = f"host moments {block}", -1
+        if self.blocks.on_disk(block):
+            stage = self.blocks.stage(block)
+            moments = f"stage {stage}"
         writes = [f"host weights {block}", *self._updates_done()]
-        writes += [] if self.blocks.two_passes else [moments]
+        writes += [] if self.blocks.late(block) else [moments]
         reads = [gradients, "verdict", moments]
-        yield self._op(Kind.UPDATE, block, CPU, reads, writes, host_slab=slab)
+        yield self._op(Kind.UPDATE, block, CPU, reads, writes, host_slab=slab, stage=stage)
+        if stage >= 0:
+            there = [f"disk {block}"]
+            yield self._op(Kind.WRITE_STATE, block, WRITE, [moments], there, stage=stage)
+            yield from self._read_next()
+
+    # State on disk.
+
+    def _update_order(self) -> list[int]:
+        """Blocks in the order in which the step updates them."""
+        if self.blocks.deferred:
+            return list(range(self.blocks.num_blocks))
+        return [visit.block for visit in self.visits if visit.kind in GRADIENTS]
+
+    def read_first(self) -> Iterator[Op]:
+        """What is updated first, which nothing of this step changes before."""
+        for _ in range(STAGES):
+            yield from self._read_next()
+
+    def _read_next(self) -> Iterator[Op]:
+        """The next block's state, into the buffer that was written longest ago."""
+        if self.to_read:
+            block = self.to_read.pop(0)
+            stage = self.blocks.stage(block)
+            reads, here = [f"disk {block}", *self._updates_done()], [f"stage {stage}"]
+            yield self._op(Kind.READ_STATE, block, READ, reads, here, stage=stage)
 
     def late_moments(self) -> Iterator[Op]:
         """The last step's moments, in the order in which the backward needs the slabs."""
         if self.blocks.two_passes:
-            for block in reversed(self.blocks.hosted):
+            for block in filter(self.blocks.late, reversed(self.blocks.hosted)):
                 reads, writes = [f"host slab {block}"], [f"host moments {block}"]
                 yield self._op(Kind.MOMENTS, block, CPU, reads, writes, host_slab=block)
 
     def _op(
         self, kind: Kind, block: int, lane: str, reads: list[str], writes: list[str], **places: Any
     ) -> Op:
-        op = Op(kind=kind, block=block, lane=self.lanes[lane], **places)
+        op = Op(kind=kind, block=block, lane=self.lanes.get(lane, lane), **places)
         return replace(op, reads=frozenset(reads), writes=frozenset(writes))
 
 

@@ -10,10 +10,13 @@ allocated or pinned after setup, and every byte is in `host_bytes`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from engine.blocks import STAGES
+from engine.disk import Drives
 from engine.layout import within
 from engine.master import BlockState, read_master, write_master
 from engine.ranks import Ranks
@@ -27,9 +30,14 @@ more while it is."""
 class Store:
     """The arenas, cut up by block."""
 
-    def __init__(self, spec: StoreSpec, *, device: torch.device, ranks: Ranks) -> None:
+    def __init__(
+        self, spec: StoreSpec, *, device: torch.device, ranks: Ranks, folders: Sequence[Path] = ()
+    ) -> None:
+        """folders: one a drive, where there is state on disk. Raises what `Drives` does."""
         self.spec, self.ranks = spec, ranks
+        self._drives = Drives(folders, spec.disk_bytes) if spec.on_disks else None
         sizes = spec.hosted_numels
+        resident = [0 if block in spec.on_disks else size for block, size in enumerate(sizes)]
         self._arena = Arena(spec.buffers(), pinned=spec.pinned)
         pieces = iter(self._arena.pieces)
         weights = [next(pieces).view(spec.dtype) for _ in sizes]
@@ -37,10 +45,10 @@ class Store:
         self.activations = {layer: next(pieces) for layer in spec.activations}
         numels = {block: spec.part(block) for block in spec.parked}
         self.parked = {b: torch.zeros(numel, dtype=spec.dtype) for b, numel in numels.items()}
-        moments = [_cut(torch.zeros(sum(sizes)), sizes) for _ in range(2)]
+        moments = [_cut(torch.zeros(sum(resident)), resident) for _ in range(2)]
         extras: list[torch.Tensor] | list[None] = [None] * len(sizes)
         if spec.extra_dtype is not None:
-            extras = _cut(torch.zeros(sum(sizes), dtype=spec.extra_dtype), sizes)
+            extras = _cut(torch.zeros(sum(resident), dtype=spec.extra_dtype), resident)
         self.states = [
             BlockState(weight=w, extra=x, exp_avg=m, exp_avg_sq=v)
             for w, x, m, v in zip(weights, extras, *moments, strict=True)
@@ -51,13 +59,72 @@ class Store:
             home = torch.zeros(spec.layouts[block].numel, dtype=spec.dtype, device=device)
             self.homes[block] = home
             self.states[block] = _device_state(spec, home[self.part(block)])
+        self._stages = Arena([spec.stage_bytes] * STAGES, pinned="none").pieces
+        self._places: dict[int, tuple[int, torch.Tensor]] = {}
+        """Block on disk -> where its state begins there, and the buffer that it passes through."""
+        self._fetched, self._changed = -1, False
+        """The block on disk whose state is in its buffer between steps, and whether it is to go
+        back."""
+        offset = 0
+        for place, block in enumerate(spec.on_disks):
+            buffer = self._stages[place % STAGES][: spec.rest_itemsize * spec.part(block)]
+            self._places[block] = offset, buffer
+            self.states[block] = staged_state(spec, self.states[block].weight, buffer)
+            offset += buffer.numel()
+
+    # State on disk.
+
+    def read_state(self, block: int) -> int:
+        """From the drives into the block's buffer; bytes."""
+        offset, buffer = self._places[block]
+        self._of_drives.read(offset, buffer)
+        return buffer.numel()
+
+    def write_state(self, block: int) -> int:
+        """And back; bytes."""
+        offset, buffer = self._places[block]
+        self._of_drives.write(offset, buffer)
+        return buffer.numel()
+
+    def fetch(self, block: int, *, changes: bool = False) -> None:
+        """Between steps: have the state of a block in memory; nothing to do but for one on disk.
+        changes: whether it will be written over, and must go back."""
+        if block not in self._places:
+            return
+        if block != self._fetched:
+            self.settle()
+            self.read_state(block)
+            self._fetched = block
+        self._changed |= changes
+
+    def settle(self) -> None:
+        """Before the next step: what `fetch` fetched is on its drives again."""
+        if self._changed:
+            self.write_state(self._fetched)
+        self._fetched, self._changed = -1, False
+
+    def copy_state(self, block: int, into: torch.Tensor) -> None:
+        """What is on disk of a block, as bytes, beside the steps. into: as long, page-aligned."""
+        self._of_drives.read(self._places[block][0], into)
+
+    @property
+    def _of_drives(self) -> Drives:
+        assert self._drives is not None, "nothing is on disk"
+        return self._drives
+
+    @property
+    def disk_caveat(self) -> str | None:
+        """What must be said of how the drives are used."""
+        return None if self._drives is None else self._drives.caveat
 
     def part(self, block: int) -> slice:
         """This rank's elements of a block."""
         return self.ranks.part(self.spec.layouts[block].numel)
 
     def spread(self) -> None:
-        """Weights on the device are whole again after this rank's part of them was written."""
+        """Weights on the device are whole again, and state on disk is there, after this rank's part
+        of them was written."""
+        self.settle()
         for home in self.homes.values():
             self.ranks.gather(home)
 
@@ -66,6 +133,7 @@ class Store:
         what of it this rank has."""
         field = next(f for f in self.spec.layouts[block].fields if f.name == name)
         assert value.shape == field.shape, f"{name}: {tuple(value.shape)}, not {tuple(field.shape)}"
+        self.fetch(block, changes=True)
         state = self.states[block].part(within(field.stretch, self.part(block)))
         flat = value.reshape(-1)[within(self.part(block), field.stretch)]
         split = state.extra is not None and state.extra.dtype == torch.int16
@@ -92,6 +160,7 @@ class Store:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """What `read` finds, by parameter; alone one at a time, so that a copy is no larger."""
         layout, state = self.spec.layouts[block], self.states[block]
+        self.fetch(block)
         if self.ranks.count == 1:
             for f in layout.fields:
                 yield f.name, read(state.part(f.stretch)).to("cpu", copy=True).view(f.shape)
@@ -103,8 +172,22 @@ class Store:
             yield f.name, view.clone()
 
     def close(self) -> None:
-        """Unpin; idempotent."""
+        """Unpin, and give the drives back; idempotent."""
         self._arena.close()
+        if self._drives is not None:
+            self._drives.close()
+
+
+def staged_state(spec: StoreSpec, weight: torch.Tensor, buffer: torch.Tensor) -> BlockState:
+    """State whose arrays but the weight lie in a buffer, one behind the other."""
+    numel = weight.numel()
+    first, second, third = _cut(buffer, [buffer.numel() - 8 * numel, 4 * numel, 4 * numel])
+    return BlockState(
+        weight=weight,
+        extra=None if spec.extra_dtype is None else first.view(spec.extra_dtype),
+        exp_avg=second.view(torch.float32),
+        exp_avg_sq=third.view(torch.float32),
+    )
 
 
 def _device_state(spec: StoreSpec, weight: torch.Tensor) -> BlockState:

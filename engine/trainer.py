@@ -7,8 +7,9 @@ step allocates no pinned memory and waits for nothing that the schedule does not
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -24,7 +25,7 @@ from engine.ranks import Ranks
 from engine.recipe import Batch, Recipe
 from engine.sizes import StoreSpec, Work
 from engine.state import Saver
-from engine.step import LANES
+from engine.step import LANES, READ, WRITE
 from engine.store import Store
 
 
@@ -42,9 +43,12 @@ class Trainer:
         device: torch.device,
         lanes: Lanes | None = None,
         ranks: Ranks | None = None,
+        folders: Sequence[Path] = (),
     ) -> None:
         """lanes: None takes CUDA streams and a worker on a GPU, the serial stand-in on the CPU.
-        ranks: those that train together; None is one alone."""
+        ranks: those that train together; None is one alone. folders: one a drive, for state on
+        disk."""
+        self.folders = list(folders)
         self.work, self.blocks, self.ranks = work, blocks, ranks or Ranks()
         self.recipe, self.config, self.device = recipe, config, device
         self.cores: list[int] = []
@@ -59,6 +63,7 @@ class Trainer:
         """Allocate host and device memory and load `weights`: (name, tensor) pairs, each once.
 
         Raises ValueError where a name or a shape is not the model's, or a parameter is missing;
+        OSError where a drive has no room for the state that is to lie there;
         KernelError, before it allocates, where AdamW's kernel can be neither found nor built and
         `torch_adamw` does not ask for torch's.
         """
@@ -68,13 +73,14 @@ class Trainer:
         use_native = not self.config.torch_adamw
         optimizer = AdamW(self.recipe, num_threads=num_threads, use_native=use_native)
         spec = StoreSpec.of(self.blocks, self.work, self.config, self.device)
-        make = partial(Store, spec, device=self.device, ranks=self.ranks)
+        make = partial(Store, spec, device=self.device, ranks=self.ranks, folders=self.folders)
         self._store = on_cores(self.cores, make) if self.cores else make()
         load(self._store, self._decoder, weights)
         self._store.spread()
         self._saver = Saver(self._store)
         if self._lanes is None:
-            names = list(dict.fromkeys(LANES[self.blocks.streams].values()))
+            disks = (READ, WRITE) if self.blocks.disk_blocks else ()
+            names = list(dict.fromkeys((*LANES[self.blocks.streams].values(), *disks)))
             cuda = self.device.type == "cuda"
             self._lanes = CudaLanes(self.device, names, self.cores) if cuda else SerialLanes()
         parts = self.blocks, self.work, self._decoder, self._store

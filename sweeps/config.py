@@ -223,7 +223,8 @@ class Machine:
     checkout: str | None = None
     """Folder of a clone of the authors' MegaTrain code. Neither rows nor hashes have it."""
     nvme_path: str | None = None
-    """Folder on a local disk. Neither rows nor hashes have it."""
+    """Folder on a local disk, or for the engine several on as many disks, separated by colons.
+    Neither rows nor hashes have it."""
 
     def __post_init__(self) -> None:
         _allow("machine.device", self.device, ("cpu", "cuda"))
@@ -332,7 +333,7 @@ class Cell:
         """Options that stand in other groups: a path of the machine, the threads of the process."""
         threads = self.process.omp_num_threads
         given = {"num_threads": threads} if threads and self.system == "megatrain" else {}
-        paths = [name for name, system in PATHS.items() if system == self.system]
+        paths = [name for name, systems in PATHS.items() if self.system in systems]
         return given | {name: getattr(self.machine, name) or None for name in paths}
 
 

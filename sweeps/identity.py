@@ -15,8 +15,8 @@ from typing import Any
 
 UNHASHED = ("experiment", "logging", "output_dir", "process", "time_limit_s")
 """Groups that cannot change a measurement; and `process`, which is hashed where it stood first."""
-PATHS = {"checkout": "published_megatrain", "nvme_path": "zero_infinity"}
-"""Field of machine that says where something lies there -> the one system that is built with it. No
+PATHS = {"checkout": ("published_megatrain",), "nvme_path": ("zero_infinity", "megatrain")}
+"""Field of machine that says where something lies there -> the systems that are built with it. No
 row has these fields."""
 CHECKPOINT = "checkpoint"
 """Field of a model that says where its weights lie on this machine. A row has the folder's name."""
@@ -36,7 +36,14 @@ FALLBACK = "torch_adamw"
 ranked."""
 IMPLEMENTATION = "implementation"
 """The field of a system that says where its code is, which its name stands for."""
-NEUTRAL = ("num_micro_batches", "omp_num_threads", "huge_pages", "numactl", FALLBACK)
+NEUTRAL = (
+    "num_micro_batches",
+    "omp_num_threads",
+    "huge_pages",
+    "numactl",
+    "disk_blocks",
+    FALLBACK,
+)
 """Knobs that are as good as not there while they are 0, false or empty."""
 RANKS = ("num_gpus", "num_cpu_ranks")
 """Fields of process that are as good as not there while they are 1."""

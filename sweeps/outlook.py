@@ -100,10 +100,11 @@ def outlook_of(system: Any, cell: Cell, *, elsewhere: bool = False) -> Outlook:
     on a machine that is not here and has the GPUs that are asked for."""
     plan, num_params = system.plan(), count_params(cell.model).total
     placement = {"placement": system.placement} if hasattr(system, "placement") else {}
+    disk = {"disk": dict(plan.disk)} if plan.disk else {}
     events: list[Event] = [
         {
             "event": "plan",
-            "plan": {"device": dict(plan.device), "host": dict(plan.host), **placement},
+            "plan": {"device": dict(plan.device), "host": dict(plan.host), **disk, **placement},
             "dtypes": system.dtypes(),
             "caveat": getattr(system, "caveat", None),
             "num_params": num_params,

@@ -39,10 +39,14 @@ LANES = (
     ("peers", "ranks"),
     ("copy", "copies"),
     ("cpu", "CPU AdamW"),
+    ("read", "disk read"),
+    ("write", "disk write"),
 )
 """Lane -> what it is called, in the order in which they are drawn."""
 NEEDED = {"machine": ("device_bytes", "host_bytes"), "recipe": ("total_steps",), "model": ("name",)}
 """Fields that are read before the config is checked, where rates are given."""
+ENDURANCE = 10_000
+"""Steps whose writes are told."""
 RATES = (1.0, 1e24)
 """Least and most that may happen in a second: beyond them it is a slip of the pen."""
 MEMORY = ("device_memory", "host_memory")
@@ -205,6 +209,8 @@ def report(cell: Cell, machine: Machine | None) -> list[str]:
         *memory_lines(host, has["host_bytes"]),
     ]
     if isinstance(system, MegaTrain):
+        if away := outlook.plan.get("disk"):
+            lines += ["", *disk_lines(num * sum(away.values()))]
         lines += ["", "placement", *layer_map(system)]
         if outlook.prediction is not None:
             window_step_s = outlook.prediction["window_step_s"]
@@ -212,6 +218,16 @@ def report(cell: Cell, machine: Machine | None) -> list[str]:
     elif hasattr(system, "placement"):
         lines += ["", f"room for the activations of {system.placement['kept_layers']} layers"]
     return [*lines, "", f"does not fit: {outlook.refusal}" if outlook.refusal else "fits"]
+
+
+def disk_lines(num_bytes: int) -> list[str]:
+    """What lies on disk, and what a step does to it."""
+    tbw = ENDURANCE * num_bytes / 1e12
+    return [
+        "disk, GB",
+        f"  {'optimizer':<12} {num_bytes / 1e9:8.2f}  which every step reads and writes",
+        f"  {ENDURANCE:,} steps write {tbw:,.0f} TB: compare the drive's endurance (TBW)",
+    ]
 
 
 def _title(cell: Cell, num_params: int) -> str:
@@ -250,6 +266,8 @@ def rate_card(rates: Rates) -> str:
         "d2h_bytes": (1e9, "GB/s out"),
         "device_bytes": (1e9, "GB/s device memory"),
         "peer_bytes": (1e9, "GB/s from other devices"),
+        "disk_read_bytes": (1e9, "GB/s from disk"),
+        "disk_write_bytes": (1e9, "GB/s to disk"),
     }
     units = [(value, *names[name]) for name, value in dataclasses.asdict(rates).items() if value]
     return ", ".join(f"{value / unit:.4g} {text}" for value, unit, text in units)

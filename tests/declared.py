@@ -74,9 +74,8 @@ class _Guard:
         self.executor, self.op, self.s = executor, op, s
         self.computes, self.updates = op.kind in COMPUTING, op.kind in UPDATING
         declared = op.reads | op.writes
-        unknown = {n for n in declared - VIRTUAL if n.split(" ")[0] != "activations"} - set(
-            self._resources()
-        )
+        named = {n for n in declared - VIRTUAL if n.split(" ")[0] not in ("activations", "disk")}
+        unknown = named - set(self._resources())
         assert not unknown, f"{op} declares {unknown}, which are no memory"
         self.mine = {b for b in range(executor.blocks.num_blocks) if f"activations {b}" in declared}
         lane = {"the compute lane's values"} if self.computes else set()
@@ -111,8 +110,12 @@ class _Guard:
             moments = [state.exp_avg, state.exp_avg_sq]
             if blocks.on_device(block):
                 found[f"device weights {block}"] = [store.homes[block], *master[1:], *moments]
+            elif blocks.on_disk(block):
+                found[f"host weights {block}"] = master[:1]
             else:
                 found |= {f"host weights {block}": master, f"host moments {block}": moments}
+        if blocks.disk_blocks:
+            found |= {f"stage {i}": [t] for i, t in enumerate(store._stages)}
         found |= {f"host slab {i}": [t] for i, t in store.slabs.items()}
         found |= {f"host gradients {b}": [t] for b, t in store.parked.items()}
         found |= {f"host activations {b}": [t] for b, t in store.activations.items()}
@@ -156,7 +159,8 @@ class _Guard:
     def _results(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What the operation may have written, as numbers."""
         resources = self._resources()
-        for name in (self.op.writes - VIRTUAL) & set(resources):
+        numbers = {n for n in self.op.writes - VIRTUAL if not n.startswith("stage")}
+        for name in numbers & set(resources):
             # A block's first array is its weight; what follows is its remainder, which is no
             # number.
             arrays = resources[name][:1] if "weights" in name else resources[name]

@@ -51,6 +51,8 @@ class Cost:
     blocks: Blocks
     work: Work
     rates: Rates
+    rest_itemsize: int = 10
+    """Bytes a parameter of the optimizer state beside the weight."""
 
     def seconds(self, op: Op) -> float:
         """How long the operation keeps its lane busy."""
@@ -82,11 +84,15 @@ class Cost:
             case Kind.PARK:
                 return layout.numel / (PARK_SPEED * rates.adamw_params)
             case Kind.UPDATE:
-                return layout.numel / self._update_rate * self._contention
+                return layout.numel / self._update_rate(op.block) * self._contention
             case Kind.UPDATE_HERE:
                 return self._moved(UPDATE_BYTES * layout.numel / num_ranks)
             case Kind.MOMENTS:
                 return layout.numel / (rates.moments_params * ADAMW_SHARE)
+            case Kind.READ_STATE:
+                return layout.numel * self.rest_itemsize / rates.disk_read_bytes
+            case Kind.WRITE_STATE:
+                return layout.numel * self.rest_itemsize / rates.disk_write_bytes
         return 0.0
 
     @property
@@ -106,11 +112,10 @@ class Cost:
 
     # The CPU, of which each rank has a part, for its part of every block.
 
-    @property
-    def _update_rate(self) -> float:
+    def _update_rate(self, block: int) -> float:
         """Parameters that the CPU updates in a second, before contention."""
-        two_passes = self.blocks.two_passes
-        rate = self.rates.weights_params if two_passes else self.rates.adamw_params
+        late = self.blocks.late(block)
+        rate = self.rates.weights_params if late else self.rates.adamw_params
         return rate * ADAMW_SHARE
 
     @cached_property

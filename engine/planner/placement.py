@@ -9,6 +9,7 @@ fewest device bytes; but one that leaves nothing on the host where it fits and c
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left as bisect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -44,6 +45,19 @@ def checkpoint_interval(
     plain = nothing_moved(blocks)
     tried = [replace(plain, checkpoint_interval=number) for number in blocks.layers]
     return next(filter(fits, tried), min(tried, key=device_bytes)).checkpoint_interval
+
+
+def fewest_on_disk(asked: Blocks, *, place: Callable[[Blocks], Blocks], fits: Fits) -> Blocks:
+    """As little state on disk as there must be: the drives are the slowest; with all of it there,
+    for `plan` to refuse, where even that does not fit. place: chooses all else."""
+
+    def with_so_many(number: int) -> Blocks:
+        return place(replace(asked, disk_blocks=number))
+
+    if fits(none := with_so_many(0)):
+        return none
+    numbers = range(1, asked.num_blocks + 1)  # buffers cost more than the first few save
+    return with_so_many(numbers[bisect(numbers[:-1], True, key=lambda n: fits(with_so_many(n)))])
 
 
 def choose(

@@ -8,8 +8,10 @@ does; nothing here allocates, but for the probe of rates that were not given.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
 
@@ -17,7 +19,7 @@ from engine.blocks import Blocks
 from engine.config import AUTO, PLACED, EngineConfig
 from engine.planner import placement
 from engine.planner.cost import Cost
-from engine.planner.rates import Rates, measure, peer_rate
+from engine.planner.rates import Rates, disk_rates, measure, peer_rate
 from engine.ranks import Ranks
 from engine.sizes import Plan, StoreSpec, Work, device_bytes
 from engine.step import operations
@@ -49,6 +51,8 @@ class Planner:
     """Of the optimizers of all ranks together."""
     machine: Machine = field(default_factory=Machine)
     ranks: Ranks = field(default_factory=Ranks)
+    folders: Sequence[Path] = ()
+    """Of drives, for state on disk."""
 
     @cached_property
     def rates(self) -> Rates:
@@ -71,6 +75,9 @@ class Planner:
             found = measure(self.device, threads, pinned=pinned, use_native=use_native)
         else:
             found = Rates(**dict.fromkeys(names, 0.0))
+        if self.config.disk_blocks and self.ranks.index == 0:
+            read, written = disk_rates(self.folders)
+            found = replace(found, disk_read_bytes=read, disk_write_bytes=written)
         if self.ranks.count > 1:
             found = replace(found, peer_bytes=peer_rate(self.device, self.ranks))
         if self.ranks.joined:
@@ -84,7 +91,13 @@ class Planner:
         return self.machine.device_memory or int(torch.cuda.mem_get_info(self.device)[1])
 
     def placed(self, asked: Blocks) -> Blocks:
-        """`asked` with what was left open chosen; on the CPU nothing is gained by moving things."""
+        """`asked` with what was left open chosen."""
+        if asked.disk_blocks != AUTO:
+            return self._placed(asked)
+        return placement.fewest_on_disk(asked, place=self._placed, fits=self._fits)
+
+    def _placed(self, asked: Blocks) -> Blocks:
+        """All but what is on disk; on the CPU nothing is gained by moving things."""
         gpu, blocks = self.device.type == "cuda", asked
         if blocks.checkpoint_interval == AUTO:
             interval = (
@@ -114,9 +127,13 @@ class Planner:
         return sum(self.device_bytes(blocks).values())
 
     def _fits(self, blocks: Blocks) -> bool:
+        if blocks.device_optimizer + blocks.disk_blocks > blocks.num_blocks:
+            return False
         host = math.inf if self.machine.host_memory is None else self.machine.host_memory
         needed = blocks.num_ranks * sum(self.host_bytes(blocks).values())
         fits_host = needed <= placement.USABLE_HOST * host
+        if self.device.type == "cpu":
+            return needed + self._device_total(blocks) <= placement.USABLE_HOST * host
         fits_device = self._device_total(blocks) <= placement.USABLE_DEVICE * self._device_memory
         return fits_host and fits_device
 
@@ -135,7 +152,8 @@ class Planner:
         return replace(blocks, streams=1) if self.config.pinned == "none" else blocks
 
     def _cost(self, blocks: Blocks) -> Cost:
-        return Cost(blocks=blocks, work=self.work, rates=self.rates)
+        rest = self.store_spec(blocks).rest_itemsize
+        return Cost(blocks=blocks, work=self.work, rates=self.rates, rest_itemsize=rest)
 
     def store_spec(self, blocks: Blocks) -> StoreSpec:
         """Sizes of the host store."""
@@ -152,4 +170,6 @@ class Planner:
 
     def plan(self, blocks: Blocks) -> Plan:
         """Closed-form bytes by kind."""
-        return Plan(device=self.device_bytes(blocks), host=self.host_bytes(blocks))
+        away = self.store_spec(blocks).disk_bytes
+        disk = {"optimizer": away} if away else {}
+        return Plan(device=self.device_bytes(blocks), host=self.host_bytes(blocks), disk=disk)

@@ -8,15 +8,19 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from engine.adamw import AdamW, Pass
+from engine.disk import Drives
 from engine.master import BlockState
 from engine.ranks import Ranks
 from engine.recipe import Recipe
+from engine.store import Arena
 
 UPDATE_ROUNDS = 24
 """Rounds per kind of update; half a second in all. The mean of 9 varied by 30% from one process to
@@ -26,6 +30,7 @@ COPY_ROUNDS = 8
 PROBE_NUMEL = 1 << 26
 PROBE_SIZE = 8192
 PROBE_BYTES = 1 << 28
+DISK_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +53,10 @@ class Rates:
     """Bytes of device memory read and written."""
     peer_bytes: float = 0.0
     """Bytes that each of several devices gets from the others; 0 where one alone was looked at."""
+    disk_read_bytes: float = 0.0
+    """Bytes read from the drives while as many are written; 0 where none was looked at."""
+    disk_write_bytes: float = 0.0
+    """Bytes written meanwhile."""
 
 
 def measure(
@@ -99,6 +108,25 @@ def _probe(device: torch.device, num_threads: int, pinned: bool, use_native: boo
         d2h_bytes=PROBE_BYTES / synchronized(lambda: host.copy_(here, non_blocking=True)),
         device_bytes=2 * PROBE_BYTES / synchronized(lambda: there.copy_(here)),
     )
+
+
+def disk_rates(folders: Sequence[Path]) -> tuple[float, float]:
+    """Bytes a second read from and written to the drives at once, as a step does it; a few seconds,
+    and twice DISK_BYTES of room for that time."""
+    here, there = Arena([DISK_BYTES] * 2, pinned="none").pieces
+    drives = Drives(folders, 2 * DISK_BYTES)
+    try:
+        drives.write(0, here)
+        with ThreadPoolExecutor(1) as other:
+            started = time.perf_counter()
+            writing = other.submit(drives.write, DISK_BYTES, there)
+            drives.read(0, here)
+            read_s = time.perf_counter() - started
+            writing.result()
+            written_s = time.perf_counter() - started
+    finally:
+        drives.close()
+    return DISK_BYTES / read_s, DISK_BYTES / written_s
 
 
 def peer_rate(device: torch.device, ranks: Ranks) -> float:

@@ -4,6 +4,7 @@ declaration less is found."""
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,8 @@ PIPELINES: list[dict[str, Any]] = [
     {"offload_activations": 2, "keep_activations": 1, "device_optimizer": 3, "streams": 2},
     {"offload_activations": 1, "gradient_slabs": 3, "streams": 1},
     {"mlp_chunk": 5, "keep_activations": 1},
+    {"disk_blocks": 4, "device_optimizer": 1},
+    {"disk_blocks": 6, "gradient_slabs": 2},
 ]
 Case = tuple[torch.dtype, float, int, bool]
 CASES: list[Case] = [
@@ -58,7 +61,17 @@ RANKED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def a_drive(tmp_path_factory):
+    """For state on disk."""
+    FOLDERS[:] = [tmp_path_factory.mktemp("drive")]
+
+
+FOLDERS: list[Path] = []
+
+
 def engine_of(case: Case, **pipeline: Any) -> MegaTrain:
+    pipeline = {"folders": FOLDERS} | pipeline
     dtype, clip_norm, micro_batches, tied = case
     recipe, batch = Recipe(lr=1e-2, clip_norm=clip_norm), make_batch(0, micro_batches=micro_batches)
     return make_engine(model_of(dtype, tied), recipe=recipe, batch=batch, **pipeline)

@@ -66,6 +66,12 @@ def placements(num_layers: int, depth: int, streams: int, interval: int) -> list
         if interval == 1
     ]
     late = [replace(blocks, late_moments=True) for blocks in (base, placed, *offloaded[:1])]
+    tiers = [
+        replace(late[0], disk_blocks=num_layers + 2),
+        replace(late[1], disk_blocks=num_layers // 2 + 1),
+        replace(pooled, disk_blocks=(num_layers + 1) // 2),
+        replace(serial[0], disk_blocks=2),
+    ]
     alone = [
         base,
         replace(base, gradient_slabs=2),
@@ -76,6 +82,7 @@ def placements(num_layers: int, depth: int, streams: int, interval: int) -> list
         *serial,
         *offloaded,
         *late,
+        *tiers,
     ]
     return [replace(blocks, num_ranks=num) for num in (1, 2) for blocks in alone]
 
