@@ -28,6 +28,7 @@ from engine.sizes import (
     logits_bytes,
     pinned_rounding,
 )
+from engine.swap import SwapFolder, left_behind
 from engine.timeline import Timeline
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "Rates",
     "Recipe",
     "RefusedError",
+    "SwapFolder",
     "Timeline",
     "Widths",
     "cache_directory",
@@ -58,6 +60,7 @@ __all__ = [
     "find_layers",
     "is_packed",
     "layer_activation_bytes",
+    "left_behind",
     "logits_bytes",
     "native",
     "norm_of",

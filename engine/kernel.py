@@ -1,6 +1,6 @@
-"""AdamW's compiled kernel: found in a cache that is this user's alone, or built there.
+"""The engine's compiled code: found in a cache that is this user's alone, or built there.
 
-Invariant: what is loaded was built from this source by this user and is whole. The folder and the
+Invariant: what is loaded was built from its source by this user and is whole. The folder and the
 file belong to the user, nobody else may write them, and the file ends with the digest of all that
 is before it.
 """
@@ -16,10 +16,10 @@ import stat
 import subprocess
 import tempfile
 import warnings
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-SOURCE = Path(__file__).parent / "csrc" / "adamw.cpp"
 FLAGS = (
     "-O3",
     "-std=c++17",
@@ -33,6 +33,30 @@ FLAGS = (
 NAME = "megatrain-bench"
 """Name of the folder."""
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One C++ file of csrc, which is one library."""
+
+    name: str
+    """The file's, without its suffix."""
+    made: str
+    """What is built with it, as a sentence's subject."""
+    otherwise: str
+    """What to do where there is no compiler, after "install g++, or"."""
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return Path(__file__).parent / "csrc" / f"{self.name}.cpp"
+
+
+ADAMW = Source(
+    name="adamw",
+    made="AdamW",
+    otherwise="set system.torch_adamw=true (the same bits, several times slower)",
+)
 
 
 class KernelError(RuntimeError):
@@ -90,36 +114,38 @@ def _is_private(folder: Path) -> bool:
 
 @cache
 def native() -> ctypes.CDLL:
-    """The compiled kernel, built once per source, compiler and flags. Raises KernelError."""
+    """AdamW's compiled kernel. Raises KernelError."""
+    return built(ADAMW)
+
+
+def built(source: Source) -> ctypes.CDLL:
+    """The library, built once per source, compiler and flags. Raises KernelError."""
     asked = os.environ.get("CXX", "g++")
     compiler = shutil.which(asked)
     if compiler is None:
-        raise _error(asked, "there is none")
-    key = hashlib.sha256(SOURCE.read_bytes() + " ".join((compiler, *FLAGS)).encode()).hexdigest()[
-        :16
-    ]
-    library = cache_directory() / f"adamw-{key}-{os.uname().machine}.so"
+        raise _error(source, asked, "there is none")
+    made_of = source.path.read_bytes() + " ".join((compiler, *FLAGS)).encode()
+    key = hashlib.sha256(made_of).hexdigest()[:16]
+    library = cache_directory() / f"{source.name}-{key}-{os.uname().machine}.so"
     try:
         if not _is_whole(library):
-            _build(compiler, library)
+            _build(source, compiler, library)
         return ctypes.CDLL(str(library))
     except subprocess.CalledProcessError as error:
         said = error.stderr.strip().splitlines()
-        raise _error(
-            asked, said[-1].strip()[:200] if said else f"exit {error.returncode}"
-        ) from None
+        why = said[-1].strip()[:200] if said else f"exit {error.returncode}"
+        raise _error(source, asked, why) from None
     except OSError as error:
         raise KernelError(
-            f"AdamW's kernel could not be kept or loaded ({error}); set XDG_CACHE_HOME to a folder "
-            "of yours on a local disk"
+            f"{source.path.name}, compiled, could not be kept or loaded ({error}); set "
+            "XDG_CACHE_HOME to a folder of yours on a local disk"
         ) from error
 
 
-def _error(compiler: str, why: str) -> KernelError:
+def _error(source: Source, compiler: str, why: str) -> KernelError:
     return KernelError(
         f"CXX: got {compiler or 'nothing'} ({why}), allowed a C++ compiler with OpenMP, which "
-        "AdamW is built with; install g++, "
-        "or set system.torch_adamw=true (the same bits, several times slower)"
+        f"{source.made} is built with; install g++, or {source.otherwise}"
     )
 
 
@@ -136,7 +162,7 @@ def _is_whole(library: Path) -> bool:
     return mine and hashlib.sha256(content[:-size]).digest() == content[-size:]
 
 
-def _build(compiler: str, library: Path) -> None:
+def _build(source: Source, compiler: str, library: Path) -> None:
     """Compile beside where the library is to lie and move it there whole, one process at a time.
 
     What a killed builder left behind, its compiler's own files among it, is removed first. Raises
@@ -148,15 +174,15 @@ def _build(compiler: str, library: Path) -> None:
         for left_behind in library.parent.glob("tmp*"):
             shutil.rmtree(left_behind, ignore_errors=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-            built, whole = Path(scratch, "built.so"), Path(scratch, "whole.so")
+            fresh, whole = Path(scratch, "fresh.so"), Path(scratch, "whole.so")
             subprocess.run(
-                [compiler, *FLAGS, str(SOURCE), "-o", str(built)],
+                [compiler, *FLAGS, str(source.path), "-o", str(fresh)],
                 capture_output=True,
                 text=True,
                 check=True,
                 env={**os.environ, "TMPDIR": scratch},
             )
-            content = built.read_bytes()
+            content = fresh.read_bytes()
             with open(os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(content + hashlib.sha256(content).digest())
                 file.flush()

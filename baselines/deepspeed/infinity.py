@@ -22,15 +22,14 @@ from baselines import footprint
 from baselines.deepspeed.options import NUM_BUFFERS, InfinityOptions, accumulation_dtype
 from baselines.deepspeed.setup import import_deepspeed
 from baselines.deepspeed.stage3 import Zero3, sub_groups
-from baselines.deepspeed.swap import SwapFolder, left_behind
 from baselines.model import count_params
 from baselines.system import SystemSpec, Unsupported
-from engine import Batch
+from engine import Batch, SwapFolder, left_behind
 
 DISK_BYTES_PER_PARAM = 16
 """fp32 master, both moments, and gradients on their way to them."""
 PREFIX = "zero-infinity-"
-"""How the folders' names begin (swap.py)."""
+"""How the folders' names begin (engine/swap.py)."""
 ARCHITECTURE = re.compile(r"\d+\.\d+(\+PTX)?")
 """What DeepSpeed's builder reads of TORCH_CUDA_ARCH_LIST: no 9.0a of torch's, and no names."""
 FULL_BYTES = 64 << 20

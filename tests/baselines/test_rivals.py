@@ -21,13 +21,13 @@ from baselines.deepspeed.options import (
     ZenFlowOptions,
     Zero3Options,
 )
-from baselines.deepspeed.swap import MARKER, SwapFolder, left_behind
 from baselines.footprint import parameter_sizes
 from baselines.model import initial_weights, num_params
 from baselines.registry import build
 from baselines.rival import adamw_groups, set_lr
 from baselines.system import ModelSpec, Shape, SystemSpec, Unsupported
-from engine import Recipe
+from engine import Recipe, SwapFolder, left_behind
+from engine.swap import MARKER
 from tests.baselines import test_baseline_parity as parity
 from tests.baselines.test_model import TINY
 from tests.baselines.test_systems import QWEN_14B, without
@@ -387,7 +387,7 @@ def test_a_marker_of_another_user_or_a_link_to_one_of_ours_makes_no_folder_ours(
 def test_a_removal_that_was_cut_short_can_be_taken_up_again(shared_disk, monkeypatch):
     folder = swapping(shared_disk)
     (folder.path / "another").write_text("1")
-    monkeypatch.setattr("baselines.deepspeed.swap.shutil.rmtree", lambda path, **_: None)
+    monkeypatch.setattr("engine.swap.shutil.rmtree", lambda path, **_: None)
     folder.remove()
     folder.release()
     monkeypatch.undo()

@@ -17,6 +17,7 @@ import torch
 
 from baselines.deepspeed.setup import import_deepspeed, sole_builder
 from engine import kernel
+from engine.disk import DISK
 from engine.kernel import KernelError, cache_directory, native
 
 NOBODY = 65534
@@ -91,6 +92,16 @@ def test_it_is_found_again_without_a_compiler_at_work(built, cache, monkeypatch)
     shutil.copy2(built, cache)
     monkeypatch.setattr(kernel.subprocess, "run", None)
     assert native().adamw_split
+
+
+def test_each_source_is_a_library_of_its_own(built, cache):
+    cache.mkdir(parents=True)
+    shutil.copy2(built, cache)
+    library = kernel.built(DISK)
+    assert library.disk_move
+    assert not hasattr(library, "adamw_split")
+    assert native().adamw_split
+    assert sorted(path.name.split("-")[0] for path in cache.glob("*.so")) == ["adamw", "disk"]
 
 
 @pytest.mark.parametrize("damage", ["empty", "torn", "flipped"])

@@ -28,11 +28,19 @@ class SwapFolder:
 
     @classmethod
     def new(cls, root: Path, prefix: str) -> SwapFolder:
-        """A new one in `root`, called after nothing: its marker appears locked."""
+        """A new one in `root`, called after nothing: its marker appears locked.
+
+        OSError where the disk takes no folder or has no locks.
+        """
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
         unlocked = path / f".{MARKER}"
         descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError:  # the disk has no locks
+            os.close(descriptor)
+            shutil.rmtree(path, ignore_errors=True)
+            raise
         unlocked.rename(path / MARKER)
         return cls(path, descriptor)
 
@@ -60,7 +68,7 @@ class SwapFolder:
 
     def remove(self) -> None:
         """All of it, the marker last: what a kill leaves of it can be told still."""
-        for entry in self.path.iterdir():
+        for entry in self.path.iterdir() if self.path.is_dir() else ():
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry, ignore_errors=True)
             elif entry.name != MARKER:
