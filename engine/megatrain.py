@@ -239,6 +239,12 @@ class MegaTrain(Trainer):
             **({"disk_blocks": self.blocks.disk_blocks} if self.blocks.disk_blocks else {}),
         }
 
+    def most_layers(self) -> int:
+        """Layers of this model's width that there would be room for on this machine, streamed, with
+        the device filled with the state of as many blocks as it holds."""
+        asked = replace(self.blocks, disk_blocks=self.config.disk_blocks)
+        return self._planner.most_layers(asked)
+
     def plan(self) -> Plan:
         """Closed-form bytes by kind; allocates nothing."""
         return self._planner.plan(self.blocks)

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 from engine.step import COMPUTE, Kind, Op
 
-ROUNDS = 4
-"""Steps to simulate; from the third on a step repeats the one before."""
+ROUNDS, DISK_ROUNDS = 4, 16
+"""Steps to simulate; from the third on a step repeats the one before. With state on disk it takes
+longer until the drives lag behind as far as they may."""
 FIRST = f"{Kind.EMBED.value} "
 """Label with which a step begins."""
 
@@ -56,7 +57,8 @@ class Timeline:
 def simulate(ops: Sequence[Op], seconds: Callable[[Op], float]) -> Timeline:
     """The steady step of a schedule whose operations take `seconds`: each starts when its lane and
     its waits are done."""
-    return last_step(_run(ops, seconds, ROUNDS))
+    on_disk = any(op.kind is Kind.READ_STATE for op in ops)
+    return last_step(_run(ops, seconds, DISK_ROUNDS if on_disk else ROUNDS))
 
 
 def window_s(ops: Sequence[Op], seconds: Callable[[Op], float], num_steps: int) -> float:

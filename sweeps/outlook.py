@@ -219,8 +219,8 @@ def outlook_here(cell: Cell, probed: dict[Any, Rates], *, predict: bool = True) 
         return outlook_of(built(cell), cell)
     if not predict or cell.dtype != "bfloat16":
         return None
-    alone = cell.process.num_ranks == 1
-    key = cell.options.get("pinned"), cell.options.get("torch_adamw"), alone
+    beside = cell.process.num_ranks > 1, bool(cell.options.get("disk_blocks"))
+    key = cell.options.get("pinned"), cell.options.get("torch_adamw"), *beside
     engine = built(cell, rates=probed.get(key))
     probed[key] = engine.rates
     return outlook_of(engine, cell)

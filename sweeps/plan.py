@@ -26,6 +26,7 @@ from sweeps.command_line import mend_streams
 from sweeps.config import Cell, cell_from, require
 from sweeps.errors import USER_ERRORS, one_line, overrides_in, parse
 from sweeps.identity import label
+from sweeps.memory import host_bytes
 from sweeps.outlook import built, outlook_of
 
 WIDTH = 60
@@ -45,6 +46,13 @@ LANES = (
 """Lane -> what it is called, in the order in which they are drawn."""
 NEEDED = {"machine": ("device_bytes", "host_bytes"), "recipe": ("total_steps",), "model": ("name",)}
 """Fields that are read before the config is checked, where rates are given."""
+LARGEST = "--largest"
+"""Flag that asks for the largest model."""
+WIDTHS = ("qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-72b")
+"""Models whose layers are repeated."""
+GB = 10**9
+ELSEWHERE = ((24 * GB, 64 * GB), (80 * GB, 256 * GB), (141 * GB, 512 * GB), (141 * GB, 1500 * GB))
+"""Bytes of device and host memory of machines that are not here."""
 ENDURANCE = 10_000
 """Steps whose writes are told."""
 RATES = (1.0, 1e24)
@@ -273,13 +281,67 @@ def rate_card(rates: Rates) -> str:
     return ", ".join(f"{value / unit:.4g} {text}" for value, unit, text in units)
 
 
+def largest(overrides: Sequence[str]) -> list[str]:
+    """The most layers, of several widths, that there is room for: on this machine, where it has a
+    GPU, and on some that are not here; with all state in memory and with some on disk."""
+    lines = [f"{'device + host, GB':20}{'in memory':>24}{'with state on disk':>40}"]
+    for device, host in _machines():
+        found = [_largest_of(overrides, device, host, disk_blocks=n) for n in (0, -1)]
+        told = [f"{one[0] / 1e9:6.1f}B ({one[1]} layers of {one[2]})" for one in found]
+        away = f", {10 * found[1][0] / 1e9:,.0f} GB" if found[1][0] > found[0][0] else ""
+        lines.append(f"{device / 1e9:6.0f} + {host / 1e9:<9.0f}{told[0]:>26}{told[1] + away:>40}")
+    shape = _sized(overrides, WIDTHS[0], *ELSEWHERE[0], 0).shape
+    tokens = f"{shape.batch_size} x {shape.seq_len} tokens in {shape.num_micro_batches} parts"
+    return [*lines, f"streamed, {tokens}, inputs of some layers kept as there is room"]
+
+
+def _machines() -> list[tuple[int, int]]:
+    """Bytes of device and host."""
+    card, host = environment.gpu(), host_bytes()
+    here = [(card["device_bytes"], host)] if card.get("device_bytes") and host else []
+    return [*here, *ELSEWHERE]
+
+
+def _largest_of(
+    overrides: Sequence[str], device: int, host: int, *, disk_blocks: int
+) -> tuple[int, int, str]:
+    """Parameters, layers and the model whose width they have, of the largest."""
+    found = []
+    for name in WIDTHS:
+        cell = _sized(overrides, name, device, host, disk_blocks)
+        machine = Machine(device_memory=device, host_memory=host)
+        engine = built(cell, machine=machine)
+        outer, layer = engine.work.layouts[0].num_params, engine.work.layouts[1].num_params
+        outer += engine.work.layouts[-1].num_params
+        number = engine.most_layers()
+        found.append((outer + number * layer if number else 0, number, name))
+    return max(found)
+
+
+def _sized(overrides: Sequence[str], name: str, device: int, host: int, disk_blocks: int) -> Cell:
+    """A cell of one layer of that width, on such a machine."""
+    fixed = [
+        f"model={name}",
+        "system=megatrain",
+        "model.config.num_hidden_layers=1",
+        "system.checkpoint_interval=-1",
+        f"system.disk_blocks={disk_blocks}",
+        f"machine.nvme_path={os.curdir}",
+        f"machine.device_bytes={device}",
+        f"machine.host_bytes={host}",
+        "+rates=h200_16cores",
+    ]
+    return compose_plan([*overrides, *fixed])[0]
+
+
 def main() -> int:
     """Print the plan; 2 and one line where the command line is wrong or the system cannot run, 1
     where there is no room."""
     mend_streams()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what it warns of is an error here
     try:
-        lines = report(*compose_plan(sys.argv[1:]))
+        asked = [item for item in sys.argv[1:] if item != LARGEST]
+        lines = report(*compose_plan(asked)) if asked == sys.argv[1:] else largest(asked)
     except (*USER_ERRORS, Unsupported) as error:
         print(one_line(error, overrides_in(sys.argv[1:])), file=sys.stderr)
         return 2
@@ -287,7 +349,7 @@ def main() -> int:
         print("\n".join(lines), flush=True)
     except BrokenPipeError:  # the reader (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return int(lines[-1] != "fits")
+    return int(lines[-1].startswith("does not fit"))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ from sweeps.sinks import Console, mirror
 from sweeps.upload import offline_run
 
 PROBED = ("pinned", "num_threads", "omp_num_threads", "huge_pages", "numactl", "torch_adamw")
+DISK_RATES = ("disk_read_bytes", "disk_write_bytes")
+"""Rates that are probed where there is state on disk."""
 """Options of the engine that a probe of the machine's rates depends on."""
 
 
@@ -201,6 +203,7 @@ def known_rates(cell: Cell, rows: Rows) -> dict[str, float] | None:
             and "rates" in row.plan
             and _probing(row.config) == _probing(cell.config)
             and (cell.process.num_ranks == 1 or row.plan["rates"].get("peer_bytes"))
+            and (not cell.options.get("disk_blocks") or all(map(row.plan["rates"].get, DISK_RATES)))
         ):
             return dict(row.plan["rates"])
     return None

@@ -8,6 +8,7 @@ does; nothing here allocates, but for the probe of rates that were not given.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left as bisect
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from functools import cached_property
@@ -25,6 +26,7 @@ from engine.sizes import Plan, StoreSpec, Work, device_bytes
 from engine.step import operations
 from engine.timeline import Timeline, simulate, window_s
 
+MOST_LAYERS = 1 << 14
 HOST_OVERHEAD = 2 * 10**9
 """Bytes of host memory that a process with torch and a CUDA context holds before any model."""
 
@@ -63,6 +65,11 @@ class Planner:
             raise ValueError(
                 f"rates.peer_bytes: got {found.peer_bytes:g}, allowed > 0 with {self.ranks.count} "
                 "ranks, bytes that a device gets from the others in a second; give it"
+            )
+        if self.config.disk_blocks and not min(found.disk_read_bytes, found.disk_write_bytes):
+            raise ValueError(
+                "rates.disk_read_bytes: got 0, or rates.disk_write_bytes, allowed > 0 with "
+                f"system.disk_blocks={self.config.disk_blocks}, bytes a second; give both"
             )
         return found
 
@@ -136,6 +143,32 @@ class Planner:
             return needed + self._device_total(blocks) <= placement.USABLE_HOST * host
         fits_device = self._device_total(blocks) <= placement.USABLE_DEVICE * self._device_memory
         return fits_host and fits_device
+
+    def most_layers(self, asked: Blocks) -> int:
+        """Layers like the first that there is room for, with as many blocks on the device as fit
+        there, and as little on disk as there must be where `asked` leaves that open."""
+        return bisect(range(1, MOST_LAYERS), True, key=lambda n: not self._has_room(asked, n))
+
+    def _has_room(self, asked: Blocks, num_layers: int) -> bool:
+        first, layer, *_, last = self.work.layouts
+        work = replace(self.work, layouts=[first, *[layer] * num_layers, last])
+        planner = replace(self, work=work)
+        empty = replace(asked, num_layers=num_layers, device_optimizer=0, disk_blocks=0)
+        if planner._device_total(empty) > placement.USABLE_DEVICE * planner._device_memory:
+            return False
+        most = range(1, empty.num_blocks + 1)
+        here = bisect(
+            most,
+            True,
+            key=lambda n: (
+                planner._device_total(replace(empty, device_optimizer=n))
+                > placement.USABLE_DEVICE * planner._device_memory
+            ),
+        )
+        left = empty.num_blocks - here if asked.disk_blocks else 0
+        return planner._fits(replace(empty, device_optimizer=here, disk_blocks=left)) or (
+            planner._fits(replace(empty, device_optimizer=here))
+        )
 
     def predict(self, blocks: Blocks) -> Timeline:
         """One steady step, simulated."""

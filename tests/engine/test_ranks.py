@@ -360,7 +360,7 @@ def engine_of_plan(case: Case, ranks: Ranks | None, **arguments: Any) -> MegaTra
     model = model_of(case[0], case[3])
     with torch.device("meta"):
         skeleton = type(model)(model.config)
-    machine = arguments.pop("machine")
+    machine, folders = arguments.pop("machine"), arguments.pop("folders", ())
     return MegaTrain(
         skeleton.to(case[0]),
         recipe=RECIPE,
@@ -370,6 +370,7 @@ def engine_of_plan(case: Case, ranks: Ranks | None, **arguments: Any) -> MegaTra
         config=EngineConfig(**arguments),
         machine=machine,
         ranks=ranks,
+        folders=folders,
     )
 
 

@@ -154,6 +154,24 @@ def test_a_forward_only_step_loads_each_block_once_and_computes_the_loss(blocks)
     assert {op.lane for op in ops} <= {"compute", "h2d", "peers"}
 
 
+@pytest.mark.parametrize("clip", [True, False])
+def test_state_on_disk_is_written_before_it_is_read_again(clip):
+    """And every block of it is read, updated in one pass and written once a step."""
+    ops = operations(Blocks(num_layers=4, disk_blocks=5, late_moments=True, clip=clip))
+    for kind in (Kind.READ_STATE, Kind.UPDATE, Kind.WRITE_STATE):
+        found = sorted(op.block for op in ops if op.kind is kind and op.block)
+        assert found == [1, 2, 3, 4, 5]
+    assert [op.block for op in ops if op.kind is Kind.MOMENTS] == ([0] if clip else [])
+    unrolled = unroll(ops)
+    before = ancestors(unrolled)
+    written = dict[int, int]()
+    for index, (op, _) in enumerate(unrolled):
+        if op.kind is Kind.WRITE_STATE:
+            written[op.block] = index
+        if op.kind is Kind.READ_STATE and op.block in written:
+            assert before[index] >> written[op.block] & 1
+
+
 def test_an_evaluation_of_ranks_ends_with_the_loss_of_all():
     """They ask each other for it, in order with what else they ask."""
     ops = operations(Blocks(num_layers=2, num_ranks=2), trains=False)

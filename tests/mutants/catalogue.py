@@ -50,6 +50,8 @@ EQUIVALENT = {
 
 NODE = "test_engine.py::"
 GLOO = "../baselines/test_ranks.py"
+TIER = "test_tier.py"
+TIERS = "test_schedule.py::test_state_on_disk_is_written_before_it_is_read_again"
 TRAIN = "../sweeps/test_train.py"
 LEFTOVERS = f"{TRAIN}::test_what_a_killed_run_left_half_written_goes"
 LOGGED = f"{TRAIN}::test_the_log_says_what_was_done"
@@ -58,7 +60,6 @@ ADVERSARIAL = f"{NODE}test_adversarial_interleaving_of_lanes_gives_identical_bit
 RANKED = "test_ranks.py"
 RANKED_STATE = "test_ranks_state.py"
 NONE_READS = f"{RANKED_STATE}::test_a_state_that_one_rank_cannot_read_is_refused_by_all"
-NONE_WRITES = f"{RANKED_STATE}::test_where_one_rank_cannot_write_no_directory_appears"
 RANKED_ROUNDED = f"{RANKED}::test_gradients_of_ranks_are_summed_in_fp32_and_rounded_once"
 ONE_ALONE = f"{RANKED}::test_a_parameter_that_one_rank_alone_uses_is_updated_on_all"
 BETWEEN = "test_schedule.py"
@@ -289,6 +290,9 @@ MUTANTS = (
         ("B1", "read_master(state.weight, state.extra)", "read_master(state.weight, None)"),
         ("B2", "if value.dtype == state.weight.dtype and (", "if ("),
         ("B3", '.to("cpu", copy=True).view(f.shape)', '.to("cpu").view(f.shape)', DRAINED),
+        ("Z40", "if block != self._fetched:", "if self._fetched < 0:", TIER),
+        ("Z41", "self._changed |= changes", "pass", TIER),
+        ("Z42", "offset += buffer.numel()", "pass", TIER),
         ("Z1", "self.ranks.gather(whole)", "pass", RANKED_STATE),
         ("Z2", "self.ranks.gather(home)", "pass", RANKED_STATE),
         ("Z3", "[within(self.part(block), field.stretch)]", "[: state.weight.numel()]", RANKED),
@@ -312,11 +316,12 @@ MUTANTS = (
         ("C2", "if not path.is_file():", "if False:", "test_engine_state.py"),
         ("C3", "[[f.name, list(f.shape)] for", "[[f.name] for", "test_engine_state.py"),
         ("C5", '"step": step, "recipe"', '"step": step + 1, "recipe"'),
+        ("Z43", "self._store.copy_state(block, self._copies[block][ON_DISK])", "pass", TIER),
+        ("Z44", "store.fetch(block, changes=True)", "store.fetch(block)", TIER),
         ("Z4", "num_parts), within(own, theirs), mine", "num_parts), mine, mine", RANKED_STATE),
         ("Z5", "files |= json.loads(said.read_text())", "pass", RANKED_STATE),
         ("Z6", "error = error or (OSError(said[0]) if said else None)", "pass", RANKED_STATE),
         ("Z7", "refused = refused or (ValueError(said[0]) if said else None)", "pass", NONE_READS),
-        ("Z8", "said.with_suffix(FAILED).exists() or self", "self", NONE_WRITES),
         ("C6", 'del wanted["master"]', "pass", "test_engine_state.py"),
         ("C7", 'if digest(path) != expected.get("sha256"):', "if False:"),
         ("C9", "        _check_tensors(path", "        () or (path"),
@@ -604,7 +609,7 @@ MUTANTS = (
             '[f"host slab {block}"], [f"host moments {block}"]',
             'list[str](), [f"host moments {block}"]',
         ),
-        ("S20", "in reversed(self.blocks.hosted):", "in self.blocks.hosted:", LATE),
+        ("S20", "late, reversed(self.blocks.hosted))", "late, self.blocks.hosted)", LATE),
         (
             "S21",
             "if kind is Kind.TAIL and not self.blocks.clip:",
@@ -635,6 +640,9 @@ MUTANTS = (
             "for block in reversed(range(self.blocks.num_blocks)):",
             IN_ORDER,
         ),
+        ("Z47", "yield from self.read_first()  # state on disk", "pass  # state on disk", TIER),
+        ("Z48", 'moments = f"stage {stage}"', "pass", "test_declared_access.py"),
+        ("Z49", 'there = [f"disk {block}"]', "there = list[str]()", TIERS),
         ("Z17", "writes = [here, *self.peers]", "writes = [here]", BETWEEN),
         ("Z18", 'writes = [here, "norms", *self.peers]', "writes = [here, *self.peers]", TOLD),
         ("Z19", 'reads = ["norms"] if self.peers and', "reads = [] if False and", TOLD),
@@ -665,7 +673,7 @@ MUTANTS = (
         ("L5", "self._wait_host(wait.done)", "pass"),
         ("L6", "if self._error is None:", "if True:", "test_engine_errors.py"),
         ("L7", "if isinstance(error, NonFiniteLossError):", "if False:", "test_engine_errors.py"),
-        ("L8", "last.wait()", "pass", DRAIN),
+        ("L8", "last.done.wait()", "pass", DRAIN),
     ),
     *_changes(
         "../sweeps/generations.py",

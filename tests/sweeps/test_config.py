@@ -258,9 +258,14 @@ def test_auto_chooses_among_whole_models(overrides: list[str], message: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("system", "option"), [("published_megatrain", "checkout"), ("zero_infinity", "nvme_path")]
+    ("system", "option"),
+    [
+        ("published_megatrain", "checkout"),
+        ("zero_infinity", "nvme_path"),
+        ("megatrain", "nvme_path"),
+    ],
 )
-def test_a_path_of_the_machine_reaches_the_one_system_that_asks_for_it_and_no_row(
+def test_a_path_of_the_machine_reaches_the_systems_that_ask_for_it_and_no_row(
     system: str, option: str
 ) -> None:
     given = [
