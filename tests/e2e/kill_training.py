@@ -3,8 +3,8 @@ log and its weights must be, bit for bit, those of a run that nobody stopped.
 
     python -m tests.e2e.kill_loop --of training --kills 1000      (about a second a kill)
 
-Every start has another placement, depth, master, number of streams and interval of saving, none of
-which may change a bit. In between the disk is full or read-only, the newest state is torn, and the
+Every start has another placement, in memory and on disk, depth, master, number of streams and
+interval of saving, none of which may change a bit. In between the disk is full or read-only, the newest state is torn, and the
 clock is set back. What is found wrong ends the loop with an AssertionError.
 """
 
@@ -26,7 +26,7 @@ from typing import Any
 
 from sweeps import train
 
-STEPS = 40
+STEPS, NUM_BLOCKS = 40, 4
 RUN = [
     "system=megatrain",
     "model.config.num_hidden_layers=2",
@@ -51,6 +51,7 @@ VARIED = {
     "system.gradient_slabs": (0, 2),
     "system.keep_activations": (0, 1, 2),
     "system.device_optimizer": (0, 1, 4),
+    "system.disk_blocks": (0, 0, 2, 3),
     "train.save_every": (2, 3, 5),
     "train.room": ("null", 0),
 }
@@ -110,7 +111,8 @@ class Loop:
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.disk, self.random = Disk(folder / "disk"), random.Random(seed)
-        self.run = self.disk.folder / "run"
+        self.run, self.drive = self.disk.folder / "run", self.disk.folder / "drive"
+        self.drive.mkdir()
         self.said = folder / "said"
         self.done = Counter[str]()
         self.newest = 0
@@ -129,6 +131,7 @@ class Loop:
     def _start(self, *more: str, clock: float | None = None) -> int:
         """The pid of a run in a process of its own."""
         arguments = [*RUN, *more, f"output_dir={self.run}", f"train.export={self.run / 'weights'}"]
+        arguments.append(f"machine.nvme_path={self.drive}")
         if pid := os.fork():
             return pid
         with contextlib.suppress(BaseException):
@@ -145,7 +148,10 @@ class Loop:
         os._exit(70)
 
     def _varied(self) -> list[str]:
-        return [f"{name}={self.random.choice(values)}" for name, values in VARIED.items()]
+        chosen = {name: self.random.choice(values) for name, values in VARIED.items()}
+        if chosen["system.device_optimizer"] == NUM_BLOCKS:  # none is left for the disk
+            chosen["system.disk_blocks"] = 0
+        return [f"{name}={value}" for name, value in chosen.items()]
 
     def _wait(self, pid: int, seconds: float) -> int | None:
         """Its exit code; None where it is still there after that time."""
