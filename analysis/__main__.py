@@ -62,6 +62,8 @@ def _parser() -> argparse.ArgumentParser:
 
     told = "Write the record's pages, and fill the numbers in README and docs."
     command("docs", lambda options: report.refresh(options.results), told)
+    told = "Execute the notebooks again, and write their outputs into them."
+    command("notebooks", _notebooks, told, of_record=False)
     add = command("add", _add, "File measured rows, then draw and write what they change.")
     add("paths", nargs="+", metavar="PATH", type=Path, help="a rows file, or a folder of some")
     return parser
@@ -94,6 +96,12 @@ def _add(options: argparse.Namespace) -> Iterable[object]:
     drawn = _figures(argparse.Namespace(results=options.results, format="png", out=None))
     yield f"{len(drawn)} pictures drawn"
     yield from report.refresh(options.results)
+
+
+def _notebooks(_: argparse.Namespace) -> Iterable[object]:
+    from analysis.notebooks import run  # needs what .[dev] installs
+
+    return run.execute()
 
 
 if __name__ == "__main__":

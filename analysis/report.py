@@ -58,7 +58,7 @@ def body(study: Study, mine: pd.DataFrame, picture: str, *, energy: bool = False
     parts = [
         f"# {study.title}",
         study.question,
-        answers.answer(study, mine).sentence,
+        answers.answer(study, mine),
         f"![{study.title}]({picture})" if picture else "",
     ]
     for run in [first, *sorted(set(mine["run"]) - {first}, reverse=True)]:
@@ -132,7 +132,7 @@ def index(lines: pd.DataFrame, results: Path) -> str:
     told = [
         {
             "study": f"[{study.title}]({study.name}/README.md)",
-            "answer": answers.answer(study, mine).sentence,
+            "answer": answers.answer(study, mine),
             "machine": names.machine(studies.leading(study, mine)),
             "runs": str(mine["run"].nunique()),
         }

@@ -27,24 +27,26 @@ def draw(study: Study, lines: pd.DataFrame, beside: pd.DataFrame | None = None) 
     axes = figure.subplots()
     shown = tables.sort(study, lines[lines["tokens_per_s"].notna()])
     shown = shown.assign(x=pd.to_numeric(shown[study.x].fillna(0)))
-    for order, (label, mine, look) in enumerate(_series(study, shown)):
-        _line(axes, study, mine, {"label": label, "zorder": 3 + order} | look, shown["x"])
     about = f"{names.setup(shown)}; bars: 95% intervals"
-    about += "; a line joins one run" if shown["run"].nunique() > 1 else ""
-    marks = _rivals(study, shown, shown[:0] if beside is None else beside)
-    for family, mine in marks.groupby("family"):
-        modes = {names.name(line) for _, line in mine.iterrows()}
-        label = modes.pop() if len(modes) == 1 else f"{names.family_name(str(family))} at its best"
-        look = {"label": label, "linestyle": "", "zorder": 9} | names.look(str(family))
-        _line(axes, study, mine.assign(run=""), look, mine["x"])
-    about += "; single marks: other runs, on other machines" if len(marks) else ""
+    for order, (label, mine, look) in enumerate(_series(study, shown)):
+        _line(axes, study, mine, look | {"label": label, "zorder": 3 + order}, shown["x"])
+    if shown["run"].nunique() > 1:
+        about += "; a line joins one run"
+    if beside is not None and len(marks := _rivals(study, shown, beside)):
+        about += "; single marks: other runs, on other machines"
+        for family, mine in marks.groupby("family"):
+            several = mine.apply(names.name, axis=1)
+            best = f"{names.family_name(str(family))} at its best"
+            label = several.iloc[0] if several.nunique() == 1 else best
+            look = names.look(str(family)) | {"label": label, "linestyle": "", "zorder": 9}
+            _line(axes, study, mine.assign(run=""), look, mine["x"])
     told = paper.along(study).sort_values("x")
     for family, mine in told.groupby("system", sort=False):
         look = {"label": f"{names.family_name(str(family))}, paper", "markerfacecolor": "white"}
-        axes.plot(mine["x"], mine["y"], ":", **look, **names.look(str(family)))
+        axes.errorbar(mine["x"], mine["y"], linestyle=":", **look, **names.look(str(family)))
     about += "; dotted: the paper, one GH200, other batches" if study.paper else ""
-    _axes(axes, study, [*shown[study.x].dropna(), *told["x"]])
-    style.titled(figure, answers.answer(study, lines).title, about)
+    _axes(axes, study, sorted({*shown[study.x].dropna(), *told["x"]}))
+    style.titled(figure, answers.answer(study, lines), about)
     return figure
 
 
@@ -57,19 +59,17 @@ def _series(study: Study, shown: pd.DataFrame) -> Iterator[tuple[str, pd.DataFra
             yield label, mine, {"color": color, "marker": "o^sD"[at % 4]}
         return
     for (family, _), mine in shown.groupby(["family", "mode"], sort=False):
-        look = names.look(str(family)) if study.hue else names.look(str(family)) | {"marker": "o"}
-        yield names.name(mine.iloc[0]), mine, look
+        yield names.name(mine.iloc[0]), mine, names.look(str(family))
 
 
 def _line(axes: Axes, study: Study, mine: pd.DataFrame, look: Look, places: pd.Series) -> None:
     """A line a run with its intervals, broken at a place that was not measured in its run."""
     for _, part in mine.groupby("run", sort=False):
         within = sorted(places[places.between(part["x"].min(), part["x"].max())].unique())
-        axes.plot(within, part.set_index("x")[study.value].reindex(within), **look)
+        part = part.set_index("x").reindex(within)
+        ends = style.reach(part) * (part[study.value] / part["tokens_per_s"]).to_numpy()
+        axes.errorbar(within, part[study.value], yerr=ends, **style.WHISKER, **look)
         look = look | {"label": None}
-        for _, line in part.iterrows():
-            ends = line[style.SPEED] * (line[study.value] / line["tokens_per_s"])
-            style.whisker(axes, line["x"], ends, color=look["color"])
 
 
 def _rivals(study: Study, shown: pd.DataFrame, beside: pd.DataFrame) -> pd.DataFrame:
@@ -84,12 +84,10 @@ def _axes(axes: Axes, study: Study, known: list[Any]) -> None:
     x = str(study.x)
     if x in SCALED:
         axes.set_xscale("log", base=2)
-    raw = sorted({int(value) if value == int(value) else value for value in known})
-    words = [names.value(x, value) for value in raw]
+    words = [names.value(x, value) for value in known]
     bare = [word.removesuffix("B") for word in words] if x == "num_params" else words
-    axes.set_xticks([float(value) for value in raw], bare)
+    axes.set_xticks([float(value) for value in known], bare)
     axes.minorticks_off()
-    axes.set(xlabel=names.setting(x), ylabel=names.setting(study.value))
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.set(xlabel=names.setting(x), ylabel=names.setting(study.value), ylim=(0, None))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))

@@ -19,22 +19,17 @@ def draw(lines: pd.DataFrame) -> Figure:
         key=lambda run: (speeds.comparable(run).sum() > 1, run["num_params"].max(), len(run)),
     )
     shown = shown.sort_values("joules_per_token", ascending=False)
-    joules, may = shown["joules_per_token"], speeds.comparable(shown)
-    colors = shown["family"].map(names.color)
+    may, joules = speeds.comparable(shown), shown["joules_per_token"].map("{:#.3g}".format)
+    held = shown["throttle_reasons"].map(names.throttled)
     figure = Figure(figsize=(style.PAGE_IN * 0.86, 0.9 + 0.3 * len(shown)))
-    axes, places = figure.subplots(), range(len(shown))
-    axes.barh(places, joules, height=0.67, color=colors.where(may, "white"), edgecolor=colors)
-    for at, (_, line) in enumerate(shown.iterrows()):
-        held = names.throttled(line["throttle_reasons"])
-        words = [f"{joules.iloc[at]:#.3g}", held and f"held down by {held}"]
-        style.beside(axes, "  ".join(filter(None, words)), joules.iloc[at], at)
-    axes.set_yticks(places, tables.labels(shown))
-    axes.set(xlabel="joules of the device a token", xlim=(0, 1.5 * joules.max()))
-    axes.grid(axis="y", visible=False)
+    axes = figure.subplots()
+    words = joules + ("  held down by " + held).mask(held == "", "")
+    style.bars(axes, shown, words, "joules_per_token")
+    axes.set_yticks(range(len(shown)), tables.labels(shown))
+    axes.set(xlabel="joules of the device a token", xlim=(0, 1.5 * axes.dataLim.x1))
     title, about = TITLE, names.setup(shown) + ("" if may.all() else "; hollow: not ranked")
     if may.any():
-        least = shown[may].iloc[-1]
-        told = f"{least['joules_per_token']:#.3g} J a token"
-        title = f"{names.name(least)} takes the least energy: {told}"
+        least = f"{names.name(shown[may].iloc[-1])} takes the least energy"
+        title = f"{least}: {joules[may].iloc[-1]} J a token"
     style.titled(figure, title, about)
     return figure

@@ -11,7 +11,7 @@ import matplotlib as mpl
 import pytest
 from matplotlib import image
 from matplotlib import style as plot_style
-from matplotlib.text import Annotation, Text
+from matplotlib.text import Text
 
 from analysis import figures, record, studies
 from analysis.figures import rivals, step, style
@@ -79,19 +79,6 @@ def test_the_forest_has_a_mark_for_each_run_that_measured_both() -> None:
     assert sorted(mine["run"]) == list(families[both].index)
     assert len(mine) >= 4
     assert (mine["value"] > 1.5).all()
-
-
-def test_an_interval_that_leaves_the_axis_ends_in_an_arrow(monkeypatch) -> None:
-    monkeypatch.setattr(rivals, "LIMIT", 3.0)
-    told = rivals.ratios(LINES[LINES["study"].str.startswith("vs_") & ~LINES["superseded"]])
-    cut = (told["value"] < 3.0) & (told["hi"] > 3.0)
-    with mpl.rc_context(), plot_style.context(style.LOOK):
-        figure = DRAWN["rivals"]()
-    arrows = [one for one in figure.findobj(Annotation) if one.arrow_patch is not None]
-    assert len(arrows) == cut.sum() > 0
-    assert "an arrow: the interval goes on" in figure.get_supxlabel().replace("\n", " ")
-    monkeypatch.setattr(rivals, "LIMIT", 100.0)
-    assert "arrow" not in DRAWN["rivals"]().get_supxlabel()
 
 
 def test_a_recorded_step_is_read_and_hidden_shares_follow_from_its_intervals(tmp_path) -> None:

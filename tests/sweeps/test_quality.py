@@ -103,11 +103,8 @@ def test_the_study_runs_on_the_cpu_from_its_text_to_its_figure(
     last = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")][-2:]
     assert last == ["LoRA", "QLoRA"]
     with mpl.rc_context(), plot_style.context(style.LOOK):
-        tokens, hours, gap = figures.of_study(section.study, section.lines).axes
+        tokens, hours = figures.of_study(section.study, section.lines).axes
     assert len(tokens.lines) == len(hours.lines) == 7
-    assert len(gap.lines) == 2 * 2 + 1
-    assert tokens.get_title(loc="left").startswith("LoRA ends")
-    assert gap.get_title(loc="left").startswith("With a bf16 master")
 
 
 def curve(*losses: float) -> list[dict[str, float]]:
@@ -123,19 +120,6 @@ def test_what_is_not_known_of_quality_is_not_said() -> None:
     for rows in (given, [*given, row("lora", [1.0] * 3, heldout=curve(3.0, 2.0), **of)]):
         lines = speeds.lines(studies.assigned(frames.from_rows(rows)))
         told = studies.listed()["quality"]
-        assert "Fewer than two systems" in answers.answer(told, lines).sentence
+        assert "Fewer than two systems" in answers.answer(told, lines)
         assert tables.of(told, lines)["held-out loss"].eq(tables.NONE).all()
         assert style.drawn(lambda lines=lines, told=told: figures.of_study(told, lines))
-
-
-def test_the_gap_of_a_master_is_against_the_split_one() -> None:
-    given = [
-        row("megatrain", [1.0] * 3, preset=preset, cell=master, losses=losses, experiment="quality",
-            config=config(master=master))
-        for preset, master, losses in (
-            ("fast", "split", [3.0, 2.0]), ("fast_bf16", "bf16", [3.0, 2.5, 1.0])
-        )
-    ]  # fmt: skip
-    lines = speeds.lines(studies.assigned(frames.from_rows(given)))
-    ((master, line, gaps),) = answers.master_gaps(lines)
-    assert (master, line["family"], gaps) == ("bf16", "megatrain_fast_bf16", [0.0, 0.5])
