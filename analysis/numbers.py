@@ -10,7 +10,6 @@ give, or a test fails.
 """
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pandas as pd
@@ -49,7 +48,8 @@ def word(number: int) -> str:
 
 
 def ratios(lines: pd.DataFrame, selectors: list[str]) -> list[speeds.Ratio]:
-    """The ratio of two lines in every run that measured both. Raises ValueError where none did."""
+    """The ratio of two lines in every run that measured both, the least first. Raises ValueError
+    where none did."""
     found = []
     for _, mine in lines.groupby("run"):
         try:
@@ -61,48 +61,40 @@ def ratios(lines: pd.DataFrame, selectors: list[str]) -> list[speeds.Ratio]:
     return sorted(found, key=lambda one: one.value)
 
 
-def _end(lines: pd.DataFrame, which: str) -> str:
-    """The least or the largest x that was measured: `512K`."""
-    x = str(studies.of_rows(lines.iloc[0]["study"], lines).x)
-    return names.value(x, int(lines[lines["tokens_per_s"].notna()][x].dropna().agg(which)))
-
-
-KINDS: dict[str, Callable[..., str]] = {
-    "ratio": lambda one, base: speeds.ratio(one, base).times,
-    "interval": lambda one, base: speeds.ratio(one, base).interval() or "no interval",
-    "change": lambda one, base: speeds.ratio(one, base).change,
-    "speed": lambda one: f"{one['tokens_per_s']:,.0f}",
-    "tflops": lambda one: f"{one['tflops_6p']:.0f}",
-    "device": lambda one: f"{one['device_gb']:.0f} GB",
-    "host": lambda one: f"{one['host_gb']:.0f} GB",
-    "machine": lambda one: names.machine(one.to_frame().T),
-    "repeats": lambda one: word(one["num_repeats"]),
-    "name": names.name,
-}
-"""What a marker can ask for of its lines, and how it is written."""
-SPREADS: dict[str, Callable[[list[speeds.Ratio]], str]] = {
-    "spread": lambda all: " to ".join(dict.fromkeys([all[0].times, all[-1].times])),
-    "runs": lambda all: f"{word(len(all))} run{'s' if len(all) > 1 else ''}",
-}
-"""What a marker can ask for of the ratio in every run of a study, the least first."""
-ENDS = {"least": "min", "most": "max"}
-"""What a marker can ask for of a study's x."""
-
-
 def number(kind: str, what: str, lines: pd.DataFrame) -> str:
     """The text of one marker. Raises ValueError, one line, that names it."""
     place, *selectors = what.split("/")
     try:
-        if kind not in {*KINDS, *SPREADS, *ENDS}:
-            allowed = ", ".join([*KINDS, *SPREADS, *ENDS])
-            raise ValueError(f"got {kind!r}, allowed {allowed}; mend the marker")
-        mine, every = run_of(place, lines), lines[lines["study"] == place]
-        if kind in SPREADS:
-            return SPREADS[kind](ratios(every, selectors))
-        if kind in ENDS:
-            return _end(every, ENDS[kind])
-        return KINDS[kind](*[line(mine, selector) for selector in selectors])
-    except (ValueError, TypeError) as error:
+        here, every = run_of(place, lines), lines[lines["study"] == place]
+        asked: list[Any] = selectors
+        if kind not in ("spread", "runs"):
+            asked = [line(here, selector) for selector in selectors]
+        match kind, asked:
+            case "speed", [one]:
+                return f"{one['tokens_per_s']:,.0f}"
+            case "repeats", [one]:
+                return word(one["num_repeats"])
+            case "machine", [one]:
+                return names.machine(one.to_frame().T)
+            case "name", [one]:
+                return names.name(one)
+            case "ratio", [one, base]:
+                return speeds.ratio(one, base).times
+            case "interval", [one, base]:
+                return speeds.ratio(one, base).interval() or "no interval"
+            case "spread", [_, _]:
+                found = ratios(every, selectors)
+                return " to ".join(dict.fromkeys([found[0].times, found[-1].times]))
+            case "runs", [_, _]:
+                many = len(ratios(every, selectors))
+                return f"{word(many)} run{'s' if many > 1 else ''}"
+            case "least" | "most", []:
+                x = str(studies.of_rows(place, every).x)
+                known = every[every["tokens_per_s"].notna()][x].dropna()
+                return names.value(x, int(known.min() if kind == "least" else known.max()))
+        allowed = "speed, repeats, machine or name of a line; ratio or interval of two, spread or "
+        raise ValueError(f"allowed {allowed}runs of it; least or most of a study; mend the marker")
+    except ValueError as error:
         raise ValueError(f"{{{kind}:{what}}}: {error}") from None
 
 

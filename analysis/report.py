@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from analysis import answers, figures, names, numbers, record, rows, speeds, studies, tables, whole
-from analysis.figures import energy, step, style
+from analysis.figures import of_record, of_study, step, style
 from analysis.studies import Study
 
 ROOT = Path(__file__).parents[1]
@@ -91,12 +91,12 @@ def report(
         )
     lines = pd.concat([section.lines for section in told])
     told_energy = lines["joules_per_token"].notna().any()
-    drawings = {"energy": partial(energy.draw, lines)} if told_energy else {}
+    drawings = {"energy": partial(of_record.energy, lines)} if told_energy else {}
     texts = []
     for number, section in enumerate(told, 1):
         stem = "report" if len(told) == 1 else f"report-{number}"
-        if figures.drawable(*section):
-            drawings[stem] = partial(figures.of_study, *section)
+        if of_study.drawable(*section):
+            drawings[stem] = partial(of_study.draw, *section)
         texts.append(markdown(section, f"{stem}.png" if stem in drawings else ""))
         console.print(Markdown(markdown(section, "")))
     wanted = {}
@@ -138,11 +138,9 @@ def index(lines: pd.DataFrame, results: Path) -> str:
         }
         for study, mine in studies.shown(lines)
     ]
-    titles = {name: module.TITLE for name, module in figures.overviews().items()}
-    titles["timeline"] = "One recorded step"
     drawn = [
         f"![{title}]({FIGURES / name}.png)"
-        for name, title in titles.items()
+        for name, title in figures.TITLES.items()
         if (results / FIGURES / f"{name}.png").exists()
     ]
     head = (

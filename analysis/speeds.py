@@ -9,8 +9,7 @@ Invariant: fewer than three samples give no interval rather than a narrow one, a
 two runs.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -27,8 +26,7 @@ MEAN = ["tflops_6p", "tflops_6p_causal", "tflops_paper", "mfu"]
 """Columns of which repeats give the largest, and the harmonic mean; of the others the first."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ratio:
+class Ratio(NamedTuple):
     """How many times as fast one line is as another; lo and hi are NaN without an interval."""
 
     value: float

@@ -14,7 +14,7 @@ from matplotlib import style as plot_style
 from matplotlib.text import Text
 
 from analysis import figures, record, studies
-from analysis.figures import rivals, step, style
+from analysis.figures import of_record, step, style
 
 LINES = record.lines()
 DRAWN = dict(figures.all_figures(LINES, record.RESULTS))
@@ -22,7 +22,7 @@ DRAWN = dict(figures.all_figures(LINES, record.RESULTS))
 
 def test_each_study_and_the_whole_record_have_their_picture() -> None:
     shown = {study.name for study, _ in studies.shown(LINES) if study.figure != "none"}
-    assert set(DRAWN) == shown | set(figures.overviews()) | {"timeline"}
+    assert set(DRAWN) == shown | set(figures.TITLES)
     assert {path.stem for path in (record.RESULTS / "figures").glob("*.png")} == set(DRAWN)
 
 
@@ -64,14 +64,13 @@ def test_the_figure_of_the_instructions_draws() -> None:
     text = (Path(__file__).parents[2] / "docs" / "adding.md").read_text()
     block = re.search(r"```python\n(.*?)```", text, re.DOTALL)
     assert block is not None
-    space: dict = {}
+    space = dict(vars(of_record))
     exec(textwrap.dedent("   " + block[1].lstrip()), space)
-    assert space["TITLE"]
-    assert style.drawn(lambda: space["draw"](LINES)).startswith(b"\x89PNG")
+    assert style.drawn(lambda: space["host_memory"](LINES)).startswith(b"\x89PNG")
 
 
 def test_the_forest_has_a_mark_for_each_run_that_measured_both() -> None:
-    told = rivals.ratios(LINES)
+    told = of_record.ratios(LINES)
     mine = told[(told["model"] == "qwen2.5-7b") & (told["family"] == "zero3_twinflow")]
     ready = LINES[(LINES["model"] == "qwen2.5-7b") & LINES["tokens_per_s"].notna()]
     families = ready.groupby("run")["family"].agg(set)

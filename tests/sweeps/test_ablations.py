@@ -13,8 +13,9 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
-from analysis import figures, report
+from analysis import report
 from analysis import rows as frames
+from analysis.figures import of_study
 from baselines.model import count_params
 from sweeps import auto, cell, environment, study, upload
 from sweeps.command import command_of
@@ -145,7 +146,7 @@ def test_every_study_runs_on_the_cpu_from_its_cells_to_its_figure(
         "a name for each row"
     )
     for part in told:
-        assert figures.of_study(part.study, part.lines).axes
+        assert of_study.draw(part.study, part.lines).axes
     assert capsys.readouterr().out.count(" x ") == len(mine)
 
 

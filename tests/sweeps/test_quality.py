@@ -7,9 +7,9 @@ import matplotlib as mpl
 import pytest
 from matplotlib import style as plot_style
 
-from analysis import answers, figures, report, speeds, studies, tables
+from analysis import answers, report, speeds, studies, tables
 from analysis import rows as frames
-from analysis.figures import style
+from analysis.figures import of_study, style
 from sweeps import auto, study, sums
 from sweeps.command import command_of
 from sweeps.result import read_rows
@@ -103,7 +103,7 @@ def test_the_study_runs_on_the_cpu_from_its_text_to_its_figure(
     last = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")][-2:]
     assert last == ["LoRA", "QLoRA"]
     with mpl.rc_context(), plot_style.context(style.LOOK):
-        tokens, hours = figures.of_study(section.study, section.lines).axes
+        tokens, hours = of_study.draw(section.study, section.lines).axes
     assert len(tokens.lines) == len(hours.lines) == 7
 
 
@@ -122,4 +122,4 @@ def test_what_is_not_known_of_quality_is_not_said() -> None:
         told = studies.listed()["quality"]
         assert "Fewer than two systems" in answers.answer(told, lines)
         assert tables.of(told, lines)["held-out loss"].eq(tables.NONE).all()
-        assert style.drawn(lambda lines=lines, told=told: figures.of_study(told, lines))
+        assert style.drawn(lambda lines=lines, told=told: of_study.draw(told, lines))

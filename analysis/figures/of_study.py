@@ -1,0 +1,211 @@
+"""The figures that a study can ask for by its `figure` in studies.yaml."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from analysis import answers, names, paper, speeds, studies, tables
+from analysis.figures import style
+from analysis.studies import Study
+
+COLORS = ("#1f5fa8", "#e0701f", "#3f8f3a", "#5f4690")
+BLUES = ("#9cc5ea", "#4f8fca", "#1f5fa8", "#123a68")
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (2, 2)), (0, (5, 1, 1, 1)))
+SCALED = ("num_params", "batch_size", "seq_len", "machine.device_bytes")
+"""What is drawn on a logarithmic axis, for it doubles from point to point."""
+RIVALS = ("zero3", "zero3_twinflow")
+Look = dict[str, Any]
+
+
+def drawable(study: Study, lines: pd.DataFrame) -> bool:
+    """Whether the study has a figure and anything for it."""
+    measured = studies.leading(study, lines)["tokens_per_s"].notna()
+    return study.figure != "none" and bool(measured.any())
+
+
+def draw(study: Study, lines: pd.DataFrame, beside: pd.DataFrame | None = None) -> Figure:
+    """The figure of a study's lines: of all runs for lines along x, else of the leading one."""
+    lead = studies.leading(study, lines)
+    if study.figure == "lines":
+        return along(study, pd.concat([lead, lines.drop(lead.index)]), beside)
+    kinds = {"comparison": systems, "bars": settings, "losses": losses, "quality": quality}
+    return kinds[study.figure](study, max(studies.parts(study, lead), key=len))
+
+
+def systems(study: Study, lines: pd.DataFrame) -> Figure:
+    """Throughput with its interval and ratio, and memory. Hollow: what is not ranked."""
+    shown = lines[lines["tokens_per_s"].notna()]
+    shown = shown.assign(label=tables.labels(shown), may=speeds.comparable(shown))
+    shown = shown.sort_values(["may", "tokens_per_s"])
+    ratios = tables.ratios(study, shown).map(lambda one: one.times, na_action="ignore")
+    figure = Figure(figsize=(style.PAGE_IN, 0.75 + 0.36 * len(shown)))
+    speed, memory = figure.subplots(1, 2, width_ratios=(3, 2), sharey=True)
+    words = _told(shown, ratios.where(shown["may"], "other losses"))
+    style.bars(speed, shown, words)
+    speed.xaxis.set_major_locator(MaxNLocator(5))
+    speed.set_xlim(0, 1.36 * shown["tokens_per_s"].max())
+    speed.set_yticks(range(len(shown)), shown["label"].str.replace(", ", ",\n", n=1))
+    device, host = (shown[name].fillna(0.0) for name in ("device_gb", "host_gb"))
+    memory.barh(range(len(shown)), device, height=0.67, color="#4a4a4a", label="GPU")
+    look: Any = {"height": 0.67, "color": "#c9c9c9", "label": "host"}
+    bars = memory.barh(range(len(shown)), host, left=device, **look)
+    known = [f"{gpu:.3g} + {rest:.3g}" for gpu, rest in zip(device, host, strict=True)]
+    memory.bar_label(bars, known, padding=5, fontsize=7)
+    memory.set(xlabel="peak memory (GB)", xlim=(0, 1.3 * (device + host).max() or 1))
+    memory.grid(axis="y", visible=False)
+    memory.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2)
+    about = f"{names.setup(lines)}; bars: 95% intervals"
+    style.titled(figure, answers.answer(study, lines), about)
+    return figure
+
+
+def _told(shown: pd.DataFrame, words: pd.Series) -> pd.Series:
+    """The speed and, where there are any, the words."""
+    return shown["tokens_per_s"].map("{:,.0f}".format) + ("  " + words).fillna("")
+
+
+def settings(study: Study, lines: pd.DataFrame) -> Figure:
+    """Each setting with its change from its base; a rung of the ladder, from the one before."""
+    shown = tables.sort(study, lines[lines["tokens_per_s"].notna()])
+    ladder, found = study.x == "system.preset", tables.ratios(study, shown)
+    axis = [tables.values(shown, path) for path in (study.x, study.hue) if path]
+    labels = [", ".join(words) for words in zip(*axis, strict=True)]
+    if ladder:
+        steps = [line for _, line in shown.iterrows()]
+        found[1:] = [speeds.ratio(*pair) for pair in zip(steps[1:], steps, strict=False)]
+        labels[1:] = [f"+ {label}" for label in labels[1:]]
+    figure = Figure(figsize=(style.PAGE_IN * 0.8, 0.9 + 0.3 * len(shown)))
+    axes = figure.subplots()
+    changes = found.map(lambda one: one.change, na_action="ignore")
+    style.bars(axes, shown, _told(shown, changes))
+    axes.set_yticks(range(len(shown)), labels)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.25 * shown["tokens_per_s"].max())
+    against = "the bar above" if ladder else tables.base_title(study)
+    about = f"{names.setup(lines)}; changes are against {against}"
+    style.titled(figure, answers.answer(study, lines), about)
+    return figure
+
+
+def losses(study: Study, lines: pd.DataFrame) -> Figure:
+    """How far each line's losses lie from the first's without a caveat, and the speeds."""
+    shown = tables.sort(study, lines[lines["tokens_per_s"].notna()])
+    figure = Figure(figsize=(style.PAGE_IN * 0.8, 2.6))
+    loss, speed = figure.subplots(1, 2, width_ratios=(3, 2))
+    labels = tables.values(shown, str(study.x))
+    for at, gaps in enumerate(answers.loss_gaps(shown)):
+        look = {"marker": "os^D"[at % 4], "color": COLORS[at % 4], "label": labels[at]}
+        loss.plot(range(1, len(gaps) + 1), gaps, **look)
+    loss.set(xlabel="step", ylabel="loss − that of an fp32 master")
+    loss.legend()
+    wrapped = [label.replace(", ", "\n").replace(" ", "\n", 1) for label in labels]
+    whiskers = {"yerr": style.reach(shown), "ecolor": style.INK, "error_kw": style.WHISKER}
+    speed.bar(wrapped, shown["tokens_per_s"], color=COLORS, width=0.66, **whiskers)
+    speed.yaxis.set_major_formatter("{x:,.0f}")
+    speed.set_ylabel("tokens/s")
+    speed.grid(axis="x", visible=False)
+    style.titled(figure, answers.answer(study, lines), names.setup(lines))
+    return figure
+
+
+def along(study: Study, lines: pd.DataFrame, beside: pd.DataFrame | None) -> Figure:
+    """What a study varies along x, one line a hue: throughput with its intervals. lines: of all
+    runs, the leading one first; each run's points are joined among themselves.
+
+    beside: other studies' lines, of which rivals at the same shape are drawn as single marks.
+    """
+    figure = Figure(figsize=(style.PAGE_IN * 0.72, 2.9))
+    axes = figure.subplots()
+    shown = tables.sort(study, lines[lines["tokens_per_s"].notna()])
+    shown = shown.assign(x=pd.to_numeric(shown[study.x].fillna(0)))
+    about = f"{names.setup(shown)}; bars: 95% intervals"
+    for order, (label, mine, look) in enumerate(_series(study, shown)):
+        _line(axes, study, mine, look | {"label": label, "zorder": 3 + order}, shown["x"])
+    if shown["run"].nunique() > 1:
+        about += "; a line joins one run"
+    if beside is not None and len(marks := _rivals(study, shown, beside)):
+        about += "; single marks: other runs, on other machines"
+        for family, mine in marks.groupby("family"):
+            several = mine.apply(names.name, axis=1)
+            best = f"{names.family_name(str(family))} at its best"
+            label = several.iloc[0] if several.nunique() == 1 else best
+            look = names.look(str(family)) | {"label": label, "linestyle": "", "zorder": 9}
+            _line(axes, study, mine.assign(run=""), look, mine["x"])
+    told = paper.along(study).sort_values("x")
+    for family, mine in told.groupby("system", sort=False):
+        look = {"label": f"{names.family_name(str(family))}, paper", "markerfacecolor": "white"}
+        axes.errorbar(mine["x"], mine["y"], linestyle=":", **look, **names.look(str(family)))
+    about += "; dotted: the paper, one GH200, other batches" if study.paper else ""
+    _axes(axes, study, sorted({*shown[study.x].dropna(), *told["x"]}))
+    style.titled(figure, answers.answer(study, lines), about)
+    return figure
+
+
+def _series(study: Study, shown: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame, Look]]:
+    """(label, lines, colour and marker) of every hue."""
+    if study.hue and not study.of_systems:
+        for at, (value, mine) in enumerate(several := list(shown.groupby(study.hue))):
+            label = f"{names.setting(study.hue)}: {names.value(study.hue, value)}"
+            color = BLUES[(at - len(several)) % len(BLUES)]
+            yield label, mine, {"color": color, "marker": "o^sD"[at % 4]}
+        return
+    for (family, _), mine in shown.groupby(["family", "mode"], sort=False):
+        yield names.name(mine.iloc[0]), mine, names.look(str(family))
+
+
+def _line(axes: Axes, study: Study, mine: pd.DataFrame, look: Look, places: pd.Series) -> None:
+    """A line a run with its intervals, broken at a place that was not measured in its run."""
+    for _, part in mine.groupby("run", sort=False):
+        within = sorted(places[places.between(part["x"].min(), part["x"].max())].unique())
+        part = part.set_index("x").reindex(within)
+        ends = style.reach(part) * (part[study.value] / part["tokens_per_s"]).to_numpy()
+        axes.errorbar(within, part[study.value], yerr=ends, **style.WHISKER, **look)
+        look = look | {"label": None}
+
+
+def _rivals(study: Study, shown: pd.DataFrame, beside: pd.DataFrame) -> pd.DataFrame:
+    """The strongest of ZeRO-3 and of Twin-Flow in each of those runs, at a shape of this study."""
+    same = [name for name in studies.SHAPES if name != study.x]
+    near = beside[beside["family"].isin(RIVALS) & speeds.comparable(beside)]
+    near = near.merge(shown[same].drop_duplicates(), on=same).assign(x=lambda all: all[study.x])
+    return near.loc[near.groupby(["run", "family", "x"])["tokens_per_s"].idxmax()]
+
+
+def _axes(axes: Axes, study: Study, known: list[Any]) -> None:
+    x = str(study.x)
+    if x in SCALED:
+        axes.set_xscale("log", base=2)
+    words = [names.value(x, value) for value in known]
+    bare = [word.removesuffix("B") for word in words] if x == "num_params" else words
+    axes.set_xticks([float(value) for value in known], bare)
+    axes.minorticks_off()
+    axes.set(xlabel=names.setting(x), ylabel=names.setting(study.value), ylim=(0, None))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+
+
+def quality(study: Study, lines: pd.DataFrame) -> Figure:
+    """Whether systems learn the same: held-out loss against tokens and against hours."""
+    shown = lines[lines["tokens_per_s"].notna()]
+    figure = Figure(figsize=(style.PAGE_IN, 3.2))
+    tokens, hours = figure.subplots(1, 2, sharey=True)
+    for at, (label, (_, line)) in enumerate(
+        zip(tables.labels(shown), shown.iterrows(), strict=True)
+    ):
+        width = 1.2 + 0.4 * max(0, 4 - at)  # equal curves show, all of them
+        look: Any = {"color": names.color(line["family"]), "linestyle": DASHES[at % 4]}
+        seen = pd.DataFrame(line["heldout"], columns=["tokens", "seconds", "loss"])
+        tokens.plot(seen["tokens"] / 1e6, seen["loss"], linewidth=width, label=label, **look)
+        hours.plot(seen["seconds"] / 3600, seen["loss"], linewidth=width, **look)
+    tokens.set(xlabel="million tokens", ylabel="held-out loss (nats)")
+    hours.set(xlabel="hours of training")
+    hours.xaxis.set_major_locator(MaxNLocator(4))
+    about = names.setup(lines)
+    about += "" if answers.full(shown).all() else "; LoRA trains another function"
+    handles = tokens.get_legend_handles_labels()[0]
+    style.titled(figure, answers.answer(study, lines), about, legend=handles, columns=4)
+    return figure
