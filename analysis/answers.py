@@ -118,7 +118,7 @@ def _settings(study: Study, ready: pd.DataFrame) -> str:
 def _place(study: Study, line: pd.Series) -> str:
     """What tells a line from the others: `3 CUDA streams with 8 sequences per step`."""
     told, says_all = [], {"system", *names.VALUES}
-    for path in filter(None, (study.x, study.hue)):
+    for path in study.axes:
         words = tables.value(line, path)
         if words[:1].isdigit():
             words = f"{words} {names.setting(path)}"

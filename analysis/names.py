@@ -14,8 +14,8 @@ STATUSES: dict[str, str] = WORDS["statuses"]
 THROTTLES: dict[str, str] = WORDS["throttles"]
 SETTINGS: dict[str, str] = WORDS["settings"]
 VALUES: dict[str, dict[Any, str]] = WORDS["values"]
-OTHER = ("#a0a0a0", "X")
-"""Colour and marker of a system that the file does not name."""
+OTHER = ("", "#a0a0a0", "X")
+"""A system that the file does not name."""
 
 
 def throttled(reasons: Any) -> str:
@@ -38,29 +38,11 @@ def name(line: Any) -> str:
     return ", ".join([family_name(line["family"]), *modes])
 
 
-def short_name(line: Any, others: pd.DataFrame) -> str:
-    """The name, less what all rivals in `others` share: what is true of all tells nothing apart."""
-    rivals = others[~others["family"].str.startswith("megatrain")]
-    words = [set(mode.split()) for mode in rivals["mode"]]
-    shared = set.intersection(*words) if words else set()
-    mode = " ".join(word for word in line["mode"].split() if word not in shared)
-    return name({"family": line["family"], "mode": mode})
-
-
 def look(family: str) -> dict[str, Any]:
     """The family's colour and marker."""
-    return {"color": color(family), "marker": marker(family)}
-
-
-def color(family: str) -> str:
-    """The family's colour."""
-    usual = SYSTEMS["megatrain"] if family.startswith("megatrain") else ("", *OTHER)
-    return SYSTEMS.get(family, usual)[1]
-
-
-def marker(family: str) -> str:
-    """The family's marker."""
-    return SYSTEMS.get(family, ("", *OTHER))[2]
+    usual = SYSTEMS["megatrain"] if family.startswith("megatrain") else OTHER
+    _, color, marker = SYSTEMS.get(family, usual)
+    return {"color": color, "marker": marker}
 
 
 def setting(path: str) -> str:
@@ -106,5 +88,4 @@ def work(lines: pd.DataFrame) -> str:
 
 def setup(lines: pd.DataFrame) -> str:
     """What was trained, and on which machine: what stands below every figure."""
-    parts = work(lines), machine(lines)
-    return "; ".join(filter(None, parts))
+    return "; ".join(filter(None, [work(lines), machine(lines)]))

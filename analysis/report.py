@@ -12,14 +12,13 @@ import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import pandas as pd
 from rich.console import Console
 from rich.markdown import Markdown
 
 from analysis import answers, figures, names, numbers, record, rows, speeds, studies, tables, whole
-from analysis.figures import of_record, of_study, step, style
+from analysis.figures import of_study, step, style
 from analysis.studies import Study
 
 ROOT = Path(__file__).parents[1]
@@ -29,52 +28,35 @@ TABLE = re.compile(r"<!-- table:([^ ]+) -->\n.*?<!-- /table -->", re.DOTALL)
 FIGURES = Path("figures")
 
 
-class Section(NamedTuple):
-    """A study and its lines."""
-
-    study: Study
-    lines: pd.DataFrame
-
-
 def sections(
     found: pd.DataFrame, *, x: str | None = None, hue: str | None = None
-) -> Iterator[Section]:
-    """One a study. Raises ValueError, one line, for an axis that no row has."""
+) -> Iterator[tuple[Study, pd.DataFrame]]:
+    """Each study with its lines. Raises ValueError, one line, for an axis that no row has."""
     for name, part in studies.assigned(found).groupby("study", sort=False):
         lines = speeds.lines(part)
-        yield Section(studies.of_rows(str(name), lines, x=x, hue=hue), lines)
+        yield studies.of_rows(str(name), lines, x=x, hue=hue), lines
 
 
-def markdown(section: Section, picture: str) -> str:
-    """One section as Markdown."""
-    return body(*section, picture, energy=True) + "\n"
+def markdown(study: Study, lines: pd.DataFrame, picture: str = "") -> str:
+    """Question, answer, picture, and a table a run, the leading one first."""
+    first = studies.leading(study, lines).iloc[0]["run"]
+    parts = [f"# {study.title}", study.question, answers.answer(study, lines)]
+    parts += [f"![{study.title}]({picture})"] if picture else []
+    for run in [first, *sorted(set(lines["run"]) - {first}, reverse=True)]:
+        here = studies.parts(study, lines[lines["run"] == run])
+        parts += [part for mine in here for part in _run(study, mine)]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def body(study: Study, mine: pd.DataFrame, picture: str, *, energy: bool = False) -> str:
-    """Question, answer, picture, and a table a run, the leading one first; with joules and clocks
-    where `energy` asks for them."""
-    lead = studies.leading(study, mine)
-    first = lead.iloc[0]["run"]
-    parts = [
-        f"# {study.title}",
-        study.question,
-        answers.answer(study, mine),
-        f"![{study.title}]({picture})" if picture else "",
+def _run(study: Study, mine: pd.DataFrame) -> list[str]:
+    run = mine.iloc[0]["run"]
+    about = ", ".join(filter(None, [names.work(mine), f"run `{run}`."]))
+    return [
+        f"## {run[:10]}: {names.machine(mine)}",
+        about[0].upper() + about[1:],
+        tables.markdown(tables.of(study, mine)),
+        "\n".join(f"- {note}" for note in tables.notes(mine)),
     ]
-    for run in [first, *sorted(set(mine["run"]) - {first}, reverse=True)]:
-        here = studies.parts(study, mine[mine["run"] == run])
-        parts += [_run(study, part, energy) for part in here]
-    return "\n\n".join(filter(None, parts))
-
-
-def _run(study: Study, mine: pd.DataFrame, energy: bool) -> str:
-    first = mine.iloc[0]
-    work = names.work(mine) if mine["batch_size"].nunique() * mine["seq_len"].nunique() == 1 else ""
-    about = f"{work}, run `{first['run']}`." if work else f"run `{first['run']}`."
-    notes = "\n".join(f"- {note}" for note in tables.notes(mine))
-    head = f"## {first['run'][:10]}: {names.machine(mine)}"
-    table = tables.markdown(tables.of(study, mine, energy=energy))
-    return "\n\n".join(filter(None, [head, about[0].upper() + about[1:], table, notes]))
 
 
 def report(
@@ -86,30 +68,26 @@ def report(
     beside = Path(str(found["source"].iloc[0])).parent
     folder = out or beside
     if out is None and not beside.is_dir():
-        raise ValueError(
-            f"--out: got nothing, allowed a folder where rows come from W&B ({beside}); give one"
-        )
-    lines = pd.concat([section.lines for section in told])
-    told_energy = lines["joules_per_token"].notna().any()
-    drawings = {"energy": partial(of_record.energy, lines)} if told_energy else {}
-    texts = []
-    for number, section in enumerate(told, 1):
-        stem = "report" if len(told) == 1 else f"report-{number}"
-        if of_study.drawable(*section):
-            drawings[stem] = partial(of_study.draw, *section)
-        texts.append(markdown(section, f"{stem}.png" if stem in drawings else ""))
-        console.print(Markdown(markdown(section, "")))
-    wanted = {}
+        allowed = f"allowed a folder where rows come from W&B ({beside})"
+        raise ValueError(f"--out: got nothing, {allowed}; give one")
+    drawings, texts = {}, []
     for path in sorted((beside / "traces").glob(f"*{step.SUFFIX}")):  # measure.trace=true
         steps = step.load(path)
-        drawn = style.drawn(partial(step.draw, steps, steps[0].name))
-        wanted[folder / f"{path.name.removesuffix('.json')}.png"] = drawn
-    for stem, draw in drawings.items():
-        for kind in ("png", "pdf"):
-            wanted[folder / f"{stem}.{kind}"] = style.drawn(draw, kind)
+        drawings[path.name.removesuffix(".json")] = partial(step.draw, steps, steps[0].name)
+    for number, (study, lines) in enumerate(told, 1):
+        stem = "report" if len(told) == 1 else f"report-{number}"
+        if of_study.drawable(study, lines):
+            drawings[stem] = partial(of_study.draw, study, lines)
+        texts.append(markdown(study, lines, f"{stem}.png" if stem in drawings else ""))
+        console.print(Markdown(markdown(study, lines)))
+    wanted = {
+        folder / f"{stem}.{kind}": style.drawn(draw, kind)
+        for stem, draw in drawings.items()
+        for kind in ("png", "pdf")
+    }
     wanted[folder / "report.md"] = "\n".join(texts).encode()
     wanted[folder / "report.tex"] = "\n".join(tables.latex(*section) for section in told).encode()
-    ours = ("report.p[nd][gf]", "report-[0-9]*.p[nd][gf]", "energy.p[nd][gf]")
+    ours = ("report.p[nd][gf]", "report-[0-9]*.p[nd][gf]")
     whole.write_changed(wanted, [path for pattern in ours for path in folder.glob(pattern)])
     return list(wanted)
 
@@ -118,13 +96,11 @@ def pages(lines: pd.DataFrame, results: Path = record.RESULTS) -> Iterator[tuple
     """(path, text) of the index and of every study's page. lines: those of `record.lines`."""
     yield results / "README.md", index(lines, results)
     for study, mine in studies.shown(lines):
-        picture = FIGURES / f"{study.name}.png"
-        parts = [
-            body(study, mine, f"../{picture}" if (results / picture).exists() else ""),
-            _again(study, studies.leading(study, mine)),
-            provenance(lines[lines["study"] == study.name]),
-        ]
-        yield results / study.name / "README.md", "\n\n".join(filter(None, parts)) + "\n"
+        picture = f"../{FIGURES / study.name}.png" if of_study.drawable(study, mine) else ""
+        again = _again(study, studies.leading(study, mine))
+        origin = provenance(lines[lines["study"] == study.name])
+        parts = [markdown(study, mine, picture), again, origin]
+        yield results / study.name / "README.md", "\n".join(filter(None, parts))
 
 
 def index(lines: pd.DataFrame, results: Path) -> str:
@@ -156,11 +132,10 @@ def _again(study: Study, mine: pd.DataFrame) -> str:
     """The command that measures a study again, and how long its cells took."""
     if not study.command:
         return ""
-    minutes = mine["cell_s"].sum() / 60
-    took = f"Its cells took {minutes:.0f} minutes in this run.\n\n"
+    took = f"Its cells took {mine['cell_s'].sum() / 60:.0f} minutes in this run.\n\n"
     known = took if mine["cell_s"].notna().all() else ""
     add = f"python -m analysis add outputs/{study.experiments[0]}"
-    return f"## Measure it again\n\n{known}```bash\n{study.command}\n{add}\n```"
+    return f"## Measure it again\n\n{known}```bash\n{study.command}\n{add}\n```\n"
 
 
 def provenance(lines: pd.DataFrame) -> str:
@@ -168,18 +143,17 @@ def provenance(lines: pd.DataFrame) -> str:
     told = []
     for run, mine in sorted(lines.groupby("run"), reverse=True):
         first = mine.iloc[0]
-        commits = sorted({str(one)[:9] for one in mine["git_commit"] if one})
         told.append(
             {
                 "run": f"[{run}]({run}.jsonl)",
                 "machine": names.machine(mine),
-                "commit": ", ".join(commits),
+                "commit": ", ".join(sorted({str(one)[:9] for one in mine["git_commit"] if one})),
                 "torch": str(first["versions"].get("torch", "")),
                 "deepspeed": str(first["versions"].get("deepspeed", "")),
                 "state": "superseded" if first["superseded"] else "shown",
             }
         )
-    return f"## Where the rows come from\n\n{tables.markdown(pd.DataFrame(told))}"
+    return f"## Where the rows come from\n\n{tables.markdown(pd.DataFrame(told))}\n"
 
 
 def filled(text: str, lines: pd.DataFrame) -> str:

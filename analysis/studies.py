@@ -41,6 +41,11 @@ class Study:
     superseded: Sequence[str] = ()
 
     @property
+    def axes(self) -> list[str]:
+        """What is varied: x, then hue."""
+        return [path for path in (self.x, self.hue) if path]
+
+    @property
     def compares(self) -> bool:
         """Whether systems are ranked and nothing is varied."""
         return self.figure == "comparison" or self.x is None

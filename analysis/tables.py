@@ -22,19 +22,16 @@ REFUSAL = re.compile(r"needs ([\d,]+) bytes of (\w+) memory, .*?([\d,]+)")
 CPU_NOTE = "CPU speeds prove wiring and numerics; they say nothing about GPUs."
 
 
-def of(study: Study, lines: pd.DataFrame, *, energy: bool = False) -> pd.DataFrame:
-    """The table of one run; with `energy` also joules a token and the clock, where rows know."""
+def of(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
+    """The table of one run, with joules a token and the clock where rows know them."""
     if study.figure == "quality":
         return quality(lines)
     shown = comparison(study, lines) if study.compares else axes(study, lines)
-    if not energy:
-        return shown
-    told = {
-        "J/token": _text(lines["joules_per_token"], "#.3g"),
-        "GHz": _text(lines["sm_mhz"] / 1e3, ".2f"),
-        "held down by": lines["throttle_reasons"].map(names.throttled).replace("", NONE),
-    }
-    return shown.join(pd.DataFrame({name: one for name, one in told.items() if any(one != NONE)}))
+    if lines["joules_per_token"].notna().any():
+        shown["J/token"] = _text(lines["joules_per_token"], "#.3g")
+        shown["GHz"] = _text(lines["sm_mhz"] / 1e3, ".2f")
+        shown["held down by"] = lines["throttle_reasons"].map(names.throttled).replace("", NONE)
+    return shown
 
 
 def comparison(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
@@ -43,14 +40,13 @@ def comparison(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
     ranked = lines.assign(group=group, speed=-lines["tokens_per_s"])
     ranked = ranked.sort_values(["group", "speed"], kind="stable")
     base, found = base_of(study, lines), ratios(study, ranked)
-    over = "ratio" if base is None else f"vs {names.short_name(base, lines)}"
     times = found.map(lambda one: one.times, na_action="ignore")
     if base is not None:
         times[base.name] = "1.00x"
     shown = {
         "system": labels(ranked),
         "tokens/s": _speed(ranked),
-        over: times,
+        "ratio" if base is None else f"vs {names.name(base)}": times,
         "95% interval": found.map(lambda one: one.interval() or "no interval", na_action="ignore"),
         **_memory(ranked),
         "losses": ranked.apply(losses, axis=1),
@@ -60,16 +56,14 @@ def comparison(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
 
 def quality(lines: pd.DataFrame) -> pd.DataFrame:
     """What each system learnt, and at what speed; what trains another function stands below."""
-    adapters = lines["system"].isin(ADAPTERS)
-    ordered = lines.assign(adapters=adapters).sort_values("adapters", kind="stable")
-    lora = ordered[(ordered["system"] == ADAPTERS[0]) & ordered["tokens_per_s"].notna()]
-    speed = lora["tokens_per_s"].iloc[0] if len(lora) else float("nan")
+    ordered = lines.sort_values("system", key=lambda all: all.isin(ADAPTERS), kind="stable")
+    lora = ordered["tokens_per_s"].where(ordered["system"] == ADAPTERS[0]).max()
     shown = {
         "system": labels(ordered),
         "held-out loss": _text(ordered["heldout_loss"], ".4f"),
         "exact match": _text(ordered["exact_match"], ".1%"),
         "tokens/s": _speed(ordered),
-        "vs LoRA": _text(ordered["tokens_per_s"] / speed, ".2f", "x"),
+        "vs LoRA": _text(ordered["tokens_per_s"] / lora, ".2f", "x"),
         "J/token": _text(ordered["joules_per_token"], "#.3g"),
         **_memory(ordered),
     }
@@ -79,9 +73,7 @@ def quality(lines: pd.DataFrame) -> pd.DataFrame:
 def axes(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
     """The lines of a run of a study that varies something, each with its change from its base."""
     ordered = sort(study, lines)
-    shown: dict[str, Any] = {
-        names.setting(path): values(ordered, path) for path in (study.x, study.hue) if path
-    }
+    shown: dict[str, Any] = {names.setting(path): values(ordered, path) for path in study.axes}
     shown["tokens/s"] = _speed(ordered)
     if study.value == "tflops_6p":
         shown["TFLOPS"] = _text(ordered["tflops_6p"], ".0f")
@@ -93,12 +85,14 @@ def axes(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
 
 def ratios(study: Study, lines: pd.DataFrame) -> pd.Series:
     """The ratio of each line to what it is held against; None for that itself, and without one."""
-    found = {}
-    for place, line in lines.iterrows():
+
+    def found(line: pd.Series) -> speeds.Ratio | None:
         base = base_of(study, lines, line)
-        known = base is not None and base.name != place and not pd.isna(line["tokens_per_s"])
-        found[place] = speeds.ratio(line, base) if known else None
-    return pd.Series(found, dtype=object)
+        known = base is not None and base.name != line.name and not pd.isna(line["tokens_per_s"])
+        return speeds.ratio(line, base) if known else None
+
+    told = [found(line) for _, line in lines.iterrows()]
+    return pd.Series(told, index=lines.index, dtype=object)
 
 
 def base_of(study: Study, lines: pd.DataFrame, line: Any = None) -> Any:
@@ -121,20 +115,20 @@ def base_of(study: Study, lines: pd.DataFrame, line: Any = None) -> Any:
     return ready.iloc[0] if len(ready) else None
 
 
-def labels(lines: pd.DataFrame) -> Any:
+def labels(lines: pd.DataFrame) -> pd.Series:
     """The name of each line and, where several have one name, what tells them apart.
 
     `Twin-Flow, compiled (huge pages on)`.
     """
     told: Any = lines.apply(names.name, axis=1)
-    for name, mine in lines.groupby(told, sort=False):
+    for _, mine in lines.groupby(told, sort=False):
         apart = mine[sorted(studies.differing(mine))].filter(regex=studies.CHOSEN)
         for place, line in apart.iterrows():
-            found = line.dropna().items()
-            known = [f"{names.setting(str(at))} {names.value(str(at), one)}" for at, one in found]
-            told[place] = f"{name} ({', '.join(known)})" if known else name
+            found: Any = line.dropna().items()
+            known = ", ".join(f"{names.setting(at)} {names.value(at, one)}" for at, one in found)
+            told[place] += f" ({known})" if known else ""
     numbered = told + " (" + (told.groupby(told).cumcount() + 1).astype(str) + ")"
-    return told.mask(told.duplicated(keep=False), numbered)
+    return pd.Series(told.mask(told.duplicated(keep=False), numbered))
 
 
 def _text(numbers: pd.Series, form: str, unit: str = "") -> pd.Series:
@@ -147,11 +141,10 @@ def _speed(lines: pd.DataFrame) -> pd.Series:
 
 
 def _memory(lines: pd.DataFrame) -> dict[str, pd.Series]:
-    measured = lines["tokens_per_s"].notna()
-    sizes = {place: lines[f"{place}_gb"].where(measured) for place in ("device", "host")}
+    known = lines[["device_gb", "host_gb"]].where(lines["tokens_per_s"].notna())
     return {
-        f"{place} GB": _text(size, ".1f").mask(size >= 10, _text(size, ".0f"))
-        for place, size in sizes.items()
+        str(name).replace("_gb", " GB"): _text(size, ".1f").mask(size >= 10, _text(size, ".0f"))
+        for name, size in known.items()
     }
 
 
@@ -169,15 +162,13 @@ def values(lines: pd.DataFrame, path: str) -> list[str]:
 
 def sort(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
     """The lines in the order of x, then hue; systems in that of legends."""
-    paths = [path for path in (study.x, study.hue) if path]
-    by = ["family" if path in ("system", "system.preset") else path for path in paths]
+    by = ["family" if path in ("system", "system.preset") else path for path in study.axes]
     return lines.sort_values(list(dict.fromkeys(by)), key=_sortable, kind="stable")
 
 
 def _sortable(values: pd.Series) -> pd.Series:
     if values.name == "family":
-        places = {family: f"{at:02d}" for at, family in enumerate(names.SYSTEMS)}
-        return values.replace(places)
+        return values.replace({family: f"{at:02d}" for at, family in enumerate(names.SYSTEMS)})
     numeric = pd.to_numeric(values, errors="coerce")
     return numeric if numeric.notna().all() else values.map(str)
 
@@ -215,12 +206,10 @@ def markdown(table: pd.DataFrame) -> str:
 
 def latex(study: Study, lines: pd.DataFrame) -> str:
     """The table of a study's leading run, as a paper includes it (booktabs)."""
-    table = of(study, studies.leading(study, lines), energy=True)
+    table = of(study, studies.leading(study, lines))
     columns = "l" + "r" * (len(table.columns) - 1)
-    style = table.style.hide(axis="index").format(escape="latex")
-    style = style.format_index(escape="latex", axis=1)
     options: Any = {"caption": study.title, "label": f"tab:{study.name}", "position": "t"}
-    return str(style.to_latex(hrules=True, column_format=columns, **options))
+    return str(table.to_latex(index=False, escape=True, column_format=columns, **options))
 
 
 def notes(lines: pd.DataFrame) -> list[str]:

@@ -1,4 +1,4 @@
-"""The figures of the whole record: the engine over its rivals, what fills memory, energy."""
+"""The figures of the whole record: the engine over its rivals, and what fills memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,31 +27,6 @@ CLAIM = 1.84
 LIMIT = 3.7
 """Rivals that are slower still (a disk) are left to the table."""
 RIVAL = ["family", "mode"]
-
-
-def energy(lines: pd.DataFrame) -> Figure:
-    """Joules that the device takes for a token, of each system of one run, with what held its
-    clock: of the largest model of which a run tells two lines that may be compared."""
-    shape = ["study", "run", "model", "batch_size", "seq_len"]
-    shown = max(
-        (part for _, part in lines[lines["joules_per_token"].notna()].groupby(shape)),
-        key=lambda run: (speeds.comparable(run).sum() > 1, run["num_params"].max(), len(run)),
-    )
-    shown = shown.sort_values("joules_per_token", ascending=False)
-    may, joules = speeds.comparable(shown), shown["joules_per_token"].map("{:#.3g}".format)
-    held = shown["throttle_reasons"].map(names.throttled)
-    figure = Figure(figsize=(style.PAGE_IN * 0.86, 0.9 + 0.3 * len(shown)))
-    axes = figure.subplots()
-    words = joules + ("  held down by " + held).mask(held == "", "")
-    style.bars(axes, shown, words, "joules_per_token")
-    axes.set_yticks(range(len(shown)), tables.labels(shown))
-    axes.set(xlabel="joules of the device a token", xlim=(0, 1.5 * axes.dataLim.x1))
-    title = "Joules of the device a token"
-    if may.any():
-        least = f"{names.name(shown[may].iloc[-1])} takes the least energy"
-        title = f"{least}: {joules[may].iloc[-1]} J a token"
-    style.titled(figure, title, names.setup(shown) + ("" if may.all() else "; hollow: not ranked"))
-    return figure
 
 
 def memory(lines: pd.DataFrame) -> Figure:
@@ -150,7 +125,6 @@ def _forest(axes: Axes, mine: pd.DataFrame) -> None:
 
 
 DRAWN: dict[str, tuple[str, Callable[[pd.DataFrame], Figure]]] = {
-    "energy": ("What a token costs in energy", energy),
     "memory": ("What fills the memory of each system", memory),
     "rivals": ("The engine over each rival, run by run", rivals),
 }

@@ -44,8 +44,7 @@ def systems(study: Study, lines: pd.DataFrame) -> Figure:
     ratios = tables.ratios(study, shown).map(lambda one: one.times, na_action="ignore")
     figure = Figure(figsize=(style.PAGE_IN, 0.75 + 0.36 * len(shown)))
     speed, memory = figure.subplots(1, 2, width_ratios=(3, 2), sharey=True)
-    words = _told(shown, ratios.where(shown["may"], "other losses"))
-    style.bars(speed, shown, words)
+    style.bars(speed, shown, ratios.where(shown["may"], "other losses"))
     speed.xaxis.set_major_locator(MaxNLocator(5))
     speed.set_xlim(0, 1.36 * shown["tokens_per_s"].max())
     speed.set_yticks(range(len(shown)), shown["label"].str.replace(", ", ",\n", n=1))
@@ -63,16 +62,11 @@ def systems(study: Study, lines: pd.DataFrame) -> Figure:
     return figure
 
 
-def _told(shown: pd.DataFrame, words: pd.Series) -> pd.Series:
-    """The speed and, where there are any, the words."""
-    return shown["tokens_per_s"].map("{:,.0f}".format) + ("  " + words).fillna("")
-
-
 def settings(study: Study, lines: pd.DataFrame) -> Figure:
     """Each setting with its change from its base; a rung of the ladder, from the one before."""
     shown = tables.sort(study, lines[lines["tokens_per_s"].notna()])
     ladder, found = study.x == "system.preset", tables.ratios(study, shown)
-    axis = [tables.values(shown, path) for path in (study.x, study.hue) if path]
+    axis = [tables.values(shown, path) for path in study.axes]
     labels = [", ".join(words) for words in zip(*axis, strict=True)]
     if ladder:
         steps = [line for _, line in shown.iterrows()]
@@ -80,8 +74,7 @@ def settings(study: Study, lines: pd.DataFrame) -> Figure:
         labels[1:] = [f"+ {label}" for label in labels[1:]]
     figure = Figure(figsize=(style.PAGE_IN * 0.8, 0.9 + 0.3 * len(shown)))
     axes = figure.subplots()
-    changes = found.map(lambda one: one.change, na_action="ignore")
-    style.bars(axes, shown, _told(shown, changes))
+    style.bars(axes, shown, found.map(lambda one: one.change, na_action="ignore"))
     axes.set_yticks(range(len(shown)), labels)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.25 * shown["tokens_per_s"].max())
@@ -197,7 +190,7 @@ def quality(study: Study, lines: pd.DataFrame) -> Figure:
         zip(tables.labels(shown), shown.iterrows(), strict=True)
     ):
         width = 1.2 + 0.4 * max(0, 4 - at)  # equal curves show, all of them
-        look: Any = {"color": names.color(line["family"]), "linestyle": DASHES[at % 4]}
+        look: Any = names.look(line["family"]) | {"marker": "", "linestyle": DASHES[at % 4]}
         seen = pd.DataFrame(line["heldout"], columns=["tokens", "seconds", "loss"])
         tokens.plot(seen["tokens"] / 1e6, seen["loss"], linewidth=width, label=label, **look)
         hours.plot(seen["seconds"] / 3600, seen["loss"], linewidth=width, **look)

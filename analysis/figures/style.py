@@ -41,20 +41,19 @@ def reach(lines: pd.DataFrame, value: str = "tokens_per_s") -> Any:
     return np.array([lines[value] - lines["lo"], lines["hi"] - lines[value]], float)
 
 
-def bars(axes: Axes, lines: pd.DataFrame, words: pd.Series, value: str = "tokens_per_s") -> None:
-    """A value of each line as a bar in its system's colour, hollow where it is not ranked, with its
-    words to the right; a speed with its interval."""
-    colors, places = lines["family"].map(names.color), range(len(lines))
-    filled = colors.where(speeds.comparable(lines), "white")
-    axes.barh(places, lines[value], height=0.67, color=filled, edgecolor=colors)
-    ends = lines[value]
-    if value == "tokens_per_s":
-        axes.errorbar(ends, places, xerr=reach(lines), fmt="none", ecolor=INK, **WHISKER)
-        axes.xaxis.set_major_formatter("{x:,.0f}")
-        axes.set_xlabel("tokens/s")
-        ends = lines["hi"].fillna(ends)
-    for at, (end, told) in enumerate(zip(ends, words, strict=True)):
-        beside(axes, told, end, at, 7.5)
+def bars(axes: Axes, lines: pd.DataFrame, words: pd.Series) -> None:
+    """The speed of each line as a bar in its system's colour, hollow where it is not ranked, with
+    its interval, and to the right the speed and its words."""
+    colors = lines["family"].map(lambda family: names.look(family)["color"])
+    filled, places = colors.where(speeds.comparable(lines), "white"), range(len(lines))
+    speed = lines["tokens_per_s"]
+    axes.barh(places, speed, height=0.67, color=filled, edgecolor=colors)
+    axes.errorbar(speed, places, xerr=reach(lines), fmt="none", ecolor=INK, **WHISKER)
+    told = speed.map("{:,.0f}".format) + ("  " + words).fillna("")
+    for at, (end, word) in enumerate(zip(lines["hi"].fillna(speed), told, strict=True)):
+        beside(axes, word, end, at, 7.5)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_xlabel("tokens/s")
     axes.grid(axis="y", visible=False)
 
 

@@ -59,10 +59,8 @@ def test_energy_stands_in_the_report_where_rows_know_it(tmp_path: Path, capsys) 
     page = (tmp_path / "report.md").read_text()
     assert "| 0.0183 | 1.48 | power 75% |" in page  # 600 W over 32,768 tokens/s
     assert "0.0183" in (tmp_path / "report.tex").read_text()
-    assert (tmp_path / "energy.png").read_bytes().startswith(b"\x89PNG")
     save(path, given[:1])
     assert run(capsys, "report", path)[0] == 0
-    assert not (tmp_path / "energy.png").exists()
     assert "J/token" not in (tmp_path / "report.md").read_text()
 
 
@@ -78,8 +76,8 @@ def test_energy_stands_in_the_report_where_rows_know_it(tmp_path: Path, capsys) 
 )
 def test_what_varies_is_drawn(given, x, hue, figure, tmp_path: Path, capsys) -> None:
     save(tmp_path / "rows.jsonl", given)
-    (section,) = report.sections(rows.frame(tmp_path))
-    assert (section.study.x, section.study.hue, section.study.figure) == (x, hue, figure)
+    ((study, _),) = report.sections(rows.frame(tmp_path))
+    assert (study.x, study.hue, study.figure) == (x, hue, figure)
     assert run(capsys, "report", tmp_path)[0] == 0
     assert (tmp_path / "report.png").exists()
 
@@ -98,10 +96,10 @@ def test_streams_and_batch_are_one_figure_of_two_axes(tmp_path: Path) -> None:
         for streams in (1, 2, 3)
         for batch in (4, 8, 16)
     ]
-    (section,) = report.sections(rows.from_rows(given))
-    assert (section.study.x, section.study.hue) == ("system.streams", "batch_size")
-    (turned,) = report.sections(rows.from_rows(given), x="batch_size", hue="system.streams")
-    assert (turned.study.x, turned.study.hue) == ("batch_size", "system.streams")
+    ((study, _),) = report.sections(rows.from_rows(given))
+    assert (study.x, study.hue) == ("system.streams", "batch_size")
+    ((turned, _),) = report.sections(rows.from_rows(given), x="batch_size", hue="system.streams")
+    assert (turned.x, turned.hue) == ("batch_size", "system.streams")
 
 
 def test_a_cpu_s_speeds_say_what_they_prove(tmp_path: Path, capsys) -> None:

@@ -137,7 +137,7 @@ def test_every_study_runs_on_the_cpu_from_its_cells_to_its_figure(
     frame = frames.frame(tmp_path)
     assert len(frame) == len(cells) >= 2
     told = list(report.sections(frame))
-    pages = "".join(report.markdown(part, "") for part in told)
+    pages = "".join(report.markdown(*part) for part in told)
     assert pages.count("| out of device memory |") == len(given) - len(mine)
     named = [
         line for line in pages.splitlines() if line.startswith("| ") and "tokens/s" not in line
@@ -146,7 +146,7 @@ def test_every_study_runs_on_the_cpu_from_its_cells_to_its_figure(
         "a name for each row"
     )
     for part in told:
-        assert of_study.draw(part.study, part.lines).axes
+        assert of_study.draw(*part).axes
     assert capsys.readouterr().out.count(" x ") == len(mine)
 
 

@@ -96,14 +96,14 @@ def test_the_study_runs_on_the_cpu_from_its_text_to_its_figure(
         one.losses for one in full if one.preset == "fast_fp32"
     ], "the split master is an fp32 one"
     (section,) = report.sections(frames.frame(out))
-    page = report.markdown(section, "")
+    page = report.markdown(*section)
     assert page.startswith("# Does it learn the same?")
     assert "ways to train every parameter end within" in page
     assert "MegaTrain fast, bf16 master ends" in page
     last = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")][-2:]
     assert last == ["LoRA", "QLoRA"]
     with mpl.rc_context(), plot_style.context(style.LOOK):
-        tokens, hours = of_study.draw(section.study, section.lines).axes
+        tokens, hours = of_study.draw(*section).axes
     assert len(tokens.lines) == len(hours.lines) == 7
 
 

@@ -395,7 +395,7 @@ def test_what_is_read_can_be_reported() -> None:
     assert all(line.startswith("here has ") for line in refused)
     assert min(len(accepted), len(refused)) > 80
     for part in report.sections(frames.from_rows(accepted)):
-        assert report.markdown(part, "")
+        assert report.markdown(*part)
 
 
 def test_a_row_without_a_config_is_nobody_s_trial_and_tells_no_rates(tmp_path: Path) -> None:
