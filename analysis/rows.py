@@ -14,7 +14,6 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +47,8 @@ def frame(*sources: Path | str) -> pd.DataFrame:
     `wandb:entity/project`, with @group and #tag to take those runs alone. A folder with both is
     read by its JSONL. Raises ValueError, one line.
     """
-    return _latest(every_row(*sources))
-
-
-def from_rows(given: Sequence[Row], file: str = "rows") -> pd.DataFrame:
-    """The frame of rows at hand, as if they stood in one file."""
-    tagged = [Tagged(row, at, file, f"{file}.jsonl") for at, row in enumerate(given)]
-    return _latest(_framed(tagged))
-
-
-def _latest(found: pd.DataFrame) -> pd.DataFrame:
     same = ["experiment", "run", "cell"]
-    return found.drop_duplicates(same, keep="last").reset_index(drop=True)
+    return every_row(*sources).drop_duplicates(same, keep="last").reset_index(drop=True)
 
 
 def every_row(*sources: Path | str) -> pd.DataFrame:
@@ -103,19 +92,13 @@ def _offline(files: list[Path]) -> list[Tagged]:
     A run that lacks a part is an error, never a shorter curve: ValueError, one line, which names
     the first, and how many more there are.
     """
-
-    def read(file: Path) -> Tagged | ValueError:
-        try:
-            return runfile.read(file)
-        except ValueError as error:  # one of several runs with this id may be whole
-            return error
-
     with ThreadPoolExecutor() as pool:
-        found = [(file.stem, one) for file, one in zip(files, pool.map(read, files), strict=True)]
-    whole = {stem: one for stem, one in found if isinstance(one, Tagged)}
-    bad = list({stem: one for stem, one in found if stem not in whole}.values())
-    if bad:
-        raise ValueError(f"{bad[0]}{f'; so are {len(bad) - 1} more' if bad[1:] else ''}")
+        read = [(file.stem, pool.submit(runfile.read, file)) for file in files]
+    whole = {stem: one.result() for stem, one in read if one.exception() is None}
+    torn = {stem: one.exception() for stem, one in read if stem not in whole}
+    if torn:
+        others = f"; so are {len(torn) - 1} more" if len(torn) > 1 else ""
+        raise ValueError(f"{next(iter(torn.values()))}{others}")
     return list(whole.values())
 
 
@@ -170,11 +153,9 @@ def _framed(tagged: list[Tagged]) -> pd.DataFrame:
         together[item.file].append(item.row)
     found = pd.DataFrame([_record(item, together[item.file]) for item in tagged])
     found = found.astype(dict.fromkeys(NUMBERS.split(), "float64"))
-    latest = found.groupby("file")["started_at"].transform(
-        lambda times: list(accumulate(times, max))
-    )
-    found = found.assign(latest=latest).sort_values(["latest", "position", "cell"], kind="stable")
-    found = found.drop(columns="latest").reset_index(drop=True)
+    started = found["started_at"].rank(method="dense").groupby(found["file"]).cummax()
+    found = found.assign(started=started).sort_values(["started", "position", "cell"])
+    found = found.drop(columns="started").reset_index(drop=True)
     found["run"] = _run_names(found)
     found["num_params"] = found.groupby("model_key")["num_params"].transform("first")
     configs = [dict(flat(in_force(config))) for config in found["config"]]

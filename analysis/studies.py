@@ -10,7 +10,6 @@ import pandas as pd
 import yaml
 
 PATH = Path(__file__).with_name("studies.yaml")
-FIGURES = ("comparison", "lines", "bars", "losses", "quality", "none")
 SHAPES = ("num_params", "batch_size", "seq_len")
 AXES = (*SHAPES, "system", "seed")
 """Columns of the frame that x and hue may name beside config paths."""
@@ -59,18 +58,14 @@ class Study:
 @cache
 def listed(path: Path = PATH) -> dict[str, Study]:
     """The studies of the file by name. Raises ValueError, one line, for an entry that is none."""
-    known = sorted(set(Study.__dataclass_fields__) - {"name"})
     found = {}
-    for name, entry in (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).items():
-        figure = entry.get("figure", "comparison")
-        bad: list[tuple[str, str, Sequence[str]]] = [
-            (key, "it", known) for key in sorted(set(entry) - set(known))
-        ]
-        bad += [("figure", repr(figure), FIGURES)] if figure not in FIGURES else []
-        for key, got, allowed in bad:
-            told = f"got {got}, allowed {', '.join(allowed)}; choose one"
-            raise ValueError(f"{path.name}: {name}.{key}: {told}")
-        found[name] = Study(name=name, **{"experiments": [name]} | entry)
+    for name, entry in yaml.safe_load(path.read_text(encoding="utf-8")).items():
+        try:
+            found[name] = Study(name=name, **{"experiments": [name]} | entry)
+        except TypeError as error:
+            raise ValueError(
+                f"{path.name}: {name}: {error}; its head says what is allowed"
+            ) from None
     return found
 
 

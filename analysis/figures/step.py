@@ -27,8 +27,6 @@ LANES: dict[str, str] = names.WORDS["lanes"]
 WORK: dict[str, str] = names.WORDS["work"]
 FILLS: dict[str, tuple[str, str, str]] = names.WORDS["fills"]
 COPIES = ("load weights", "store gradients", "move activations")
-
-
 BAR = 0.8
 
 
@@ -71,10 +69,8 @@ def load(path: Path) -> list[Step]:
     """The measured step of a file and maybe the predicted. Raises ValueError, one line."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        kinds = [kind for kind in ("measured", "predicted") if content.get(kind) is not None]
-        if "measured" not in kinds:
-            raise ValueError("no field 'measured'")
-        return [_step(path, kind, content[kind]) for kind in kinds]
+        steps = {"measured": content["measured"], "predicted": content.get("predicted")}
+        return [_step(path, kind, plain) for kind, plain in steps.items() if plain is not None]
     except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
         why = " ".join(str(error).split())
         remedy = "write one with python -m sweeps.run system=megatrain measure.trace=true"
@@ -101,9 +97,8 @@ def draw(steps: Sequence[Step], title: str) -> Figure:
     panels = figure.subplots(len(ordered), height_ratios=heights, sharex=True, squeeze=False).flat
     for axes, step in zip(panels, ordered, strict=True):
         _panel(axes, step)
-    panels[-1].set(
-        xlabel="seconds since the step's embedding began", xlim=(0, 1.2 * ordered[0].step_s)
-    )
+    panels[-1].set_xlabel("seconds since the step's embedding began")
+    panels[-1].set_xlim(0, 1.2 * ordered[0].step_s)
     shown = {work for step in steps for work in step.intervals["work"]}
     handles = [
         Patch(facecolor=color, edgecolor=ink, hatch=hatch, linewidth=0, label=work)
@@ -130,10 +125,8 @@ def _panel(axes: Axes, step: Step) -> None:
         for work, (color, hatch, ink) in FILLS.items():
             mine = here[here["work"] == work]
             spans = list(zip(mine["start_s"], mine["end_s"] - mine["start_s"], strict=True))
-            axes.broken_barh(spans, place, facecolor=color, edgecolor=color, linewidth=0.3)
-            if hatch and spans:
-                look: Any = {"facecolor": "none", "edgecolor": ink, "hatch": hatch, "linewidth": 0}
-                axes.broken_barh(spans, place, **look)
+            look: Any = {"facecolor": color, "edgecolor": ink, "hatch": hatch, "linewidth": 0}
+            axes.broken_barh(spans, place, **look)
         hidden = step.hidden_share(lane)
         words = f"{step.busy_s(lane):.2f} s" + ("" if hidden is None else f", {hidden:.0%} hidden")
         style.beside(axes, words, step.step_s, at, fontsize=6.5)

@@ -7,7 +7,7 @@ import pytest
 
 from analysis import __main__ as command
 from analysis import report, rows, studies, tables
-from tests.made_rows import CPU, row, save
+from tests.made_rows import CPU, framed, row, save
 from tests.study_rows import batch_rows, config, factor_rows, grid_rows, ladder_rows, size_rows
 
 
@@ -16,7 +16,7 @@ def test_an_axis_of_studies_yaml_that_no_row_has_is_one_line(monkeypatch) -> Non
     bad = dataclasses.replace(known, x="system.bogus")
     monkeypatch.setattr(studies, "listed", lambda: {bad.name: bad})
     with pytest.raises(ValueError, match=r"studies.yaml: double_buffering.x: got 'system.bogus'"):
-        list(report.sections(rows.from_rows(grid_rows())))
+        list(report.sections(framed(grid_rows())))
 
 
 def run(capsys, *arguments: object) -> tuple[int, str, str]:
@@ -96,9 +96,9 @@ def test_streams_and_batch_are_one_figure_of_two_axes(tmp_path: Path) -> None:
         for streams in (1, 2, 3)
         for batch in (4, 8, 16)
     ]
-    ((study, _),) = report.sections(rows.from_rows(given))
+    ((study, _),) = report.sections(framed(given))
     assert (study.x, study.hue) == ("system.streams", "batch_size")
-    ((turned, _),) = report.sections(rows.from_rows(given), x="batch_size", hue="system.streams")
+    ((turned, _),) = report.sections(framed(given), x="batch_size", hue="system.streams")
     assert (turned.x, turned.hue) == ("batch_size", "system.streams")
 
 

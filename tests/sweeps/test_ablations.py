@@ -23,6 +23,7 @@ from sweeps.config import Cell, cell_from
 from sweeps.isolate import Outcome, guarded
 from sweeps.result import Row, read_rows
 from sweeps.rows import Rows, comparable
+from tests.made_rows import framed
 from tests.models import H200
 from tests.study_cells import overrides
 
@@ -355,4 +356,4 @@ def test_a_cell_without_room_says_what_its_step_would_take(
     row = study.row_of(cell_from(config), outcome, started_at="", machine={})
     assert (row.status, row.tokens_per_s, caps) == ("wont_fit", None, [24_000_000_000])
     assert 1 < row.plan["step_s"] < 10
-    assert frames.from_rows([row])["plan"][0]["step_s"] == row.plan["step_s"]
+    assert framed([row])["plan"][0]["step_s"] == row.plan["step_s"]

@@ -14,7 +14,7 @@ from sweeps import auto, study, sums
 from sweeps.command import command_of
 from sweeps.result import read_rows
 from sweeps.rows import Rows
-from tests.made_rows import row
+from tests.made_rows import framed, row
 from tests.study_rows import config
 from tests.sweeps.test_ablations import in_this_process
 
@@ -118,7 +118,7 @@ def test_what_is_not_known_of_quality_is_not_said() -> None:
     of: dict = {"experiment": "quality"}
     given = [row("in_memory", [1.0] * 3, config=config(name="in_memory"), **of)]
     for rows in (given, [*given, row("lora", [1.0] * 3, heldout=curve(3.0, 2.0), **of)]):
-        lines = speeds.lines(studies.assigned(frames.from_rows(rows)))
+        lines = speeds.lines(studies.assigned(framed(rows)))
         told = studies.listed()["quality"]
         assert "Fewer than two systems" in answers.answer(told, lines)
         assert tables.of(told, lines)["held-out loss"].eq(tables.NONE).all()

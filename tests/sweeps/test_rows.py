@@ -28,7 +28,7 @@ from sweeps.result import Row, read_rows, row_of_line
 from sweeps.rows import Rows
 from sweeps.session import Session
 from tests.e2e.test_sweeps_cli import SMALL
-from tests.made_rows import row, save
+from tests.made_rows import framed, row, save
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = (
@@ -394,7 +394,7 @@ def test_what_is_read_can_be_reported() -> None:
                 refused.append(str(error))
     assert all(line.startswith("here has ") for line in refused)
     assert min(len(accepted), len(refused)) > 80
-    for part in report.sections(frames.from_rows(accepted)):
+    for part in report.sections(framed(accepted)):
         assert report.markdown(*part)
 
 
