@@ -28,16 +28,11 @@ def answer(study: Study, lines: pd.DataFrame) -> str:
     return f"{told} {_losses(study, ready)}" if study.figure == "losses" else told
 
 
-def _known(found: Ratio) -> str:
-    """`1.75x (95% interval 1.59 to 1.93)`."""
-    interval = found.interval().replace("–", " to ")
-    known = f"95% interval {interval}" if interval else "too few windows for an interval"
-    return f"{found.times} ({known})"
-
-
-def _changed(found: Ratio) -> str:
-    """`+9.8% (95% interval +8.1% to +11.5%)`."""
-    return found.told(change=True, about="95% interval ")
+def _known(found: Ratio, *, change: bool = False) -> str:
+    """`1.75x (95% interval 1.59 to 1.93)`, or as a change."""
+    if pd.isna(found.lo) and not change:
+        return f"{found.times} (too few windows for an interval)"
+    return found.told(change=change, about="95% interval ").replace("–", " to ")
 
 
 def _comparison(study: Study, ready: pd.DataFrame) -> str:
@@ -48,12 +43,12 @@ def _comparison(study: Study, ready: pd.DataFrame) -> str:
     if base is None or base.name == best.name:
         return f"{names.name(best)} is the fastest, at {best['tokens_per_s']:,.0f} tokens/s."
     known = _known(speeds.ratio(best, base))
-    sentence = f"{names.name(best)} is {known} as fast as {names.name(base)}."
-    rivals = ranked[speeds.rivals(ranked) & (ranked["family"] != best["family"])]
-    if len(rivals) and (rival := speeds.fastest(rivals)).name != base.name:
+    told = f"{names.name(best)} is {known} as fast as {names.name(base)}."
+    others = ranked[speeds.rivals(ranked) & (ranked["family"] != best["family"])]
+    if len(others) and (rival := speeds.fastest(others)).name != base.name:
         known = _known(speeds.ratio(best, rival))
-        sentence += f" Its strongest rival in this run is {names.name(rival)}: {known}."
-    return sentence
+        told += f" Its strongest rival in this run is {names.name(rival)}: {known}."
+    return told
 
 
 def _over_zero3(study: Study, ready: pd.DataFrame) -> str | None:
@@ -93,13 +88,14 @@ def _effect(study: Study, ready: pd.DataFrame) -> str:
     for path, value in study.effect.get("at", {}).items():
         ready = ready[ready[path] == value]
         where.append(f"{names.value(path, value)} {names.setting(path)}")
-    old, new = (ready[ready[x] == study.effect[end]] for end in ("from", "to"))
+    ends = [study.effect[end] for end in ("from", "to")]
+    old, new = (ready[ready[x] == end] for end in ends)
     if not len(old) or not len(new):
         return "The two settings of the question were not both measured in this run."
-    ends = [names.value(x, study.effect[end]) for end in ("from", "to")]
-    going = f"Going from {' to '.join(ends)} {names.setting(x)}"
+    known = _known(speeds.ratio(new.iloc[0], old.iloc[0]), change=True)
+    going = f"{' to '.join(names.value(x, end) for end in ends)} {names.setting(x)}"
     going += f", with {' and '.join(where)}," if where else ""
-    return f"{going} changes tokens/s by {_changed(speeds.ratio(new.iloc[0], old.iloc[0]))}."
+    return f"Going from {going} changes tokens/s by {known}."
 
 
 def _settings(study: Study, ready: pd.DataFrame) -> str:
@@ -111,8 +107,8 @@ def _settings(study: Study, ready: pd.DataFrame) -> str:
         known, base = _known(speeds.ratio(best, first)), tables.value(first, study.x)
         over = f"as fast as the published algorithm ({base})"
         return f"With every switch on the engine is {known} {over}."
-    slower = _changed(speeds.ratio(worst, best))
-    return f"The fastest is {_place(study, best)}. The slowest is {_place(study, worst)}: {slower}."
+    slower = f"{_place(study, worst)}: {_known(speeds.ratio(worst, best), change=True)}"
+    return f"The fastest is {_place(study, best)}. The slowest is {slower}."
 
 
 def _place(study: Study, line: pd.Series) -> str:

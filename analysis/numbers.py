@@ -81,7 +81,7 @@ def number(kind: str, what: str, lines: pd.DataFrame) -> str:
             case "ratio", [one, base]:
                 return speeds.ratio(one, base).times
             case "interval", [one, base]:
-                return speeds.ratio(one, base).interval() or "no interval"
+                return speeds.ratio(one, base).interval or "no interval"
             case "spread", [_, _]:
                 found = ratios(every, selectors)
                 return " to ".join(dict.fromkeys([found[0].times, found[-1].times]))

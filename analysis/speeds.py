@@ -43,18 +43,17 @@ class Ratio(NamedTuple):
         """`+9.8%`."""
         return percent(self.value - 1)
 
-    def interval(self, *, change: bool = False) -> str:
-        """`1.59–1.93`, or as changes `−3.0% to +9.1%`; nothing where there is none."""
-        if pd.isna(self.lo):
-            return ""
-        if change:
-            return f"{percent(self.lo - 1)} to {percent(self.hi - 1)}"
-        return f"{self.lo:.2f}–{self.hi:.2f}"
+    @property
+    def interval(self) -> str:
+        """`1.59–1.93`; nothing where there is none."""
+        return "" if pd.isna(self.lo) else f"{self.lo:.2f}–{self.hi:.2f}"
 
-    def told(self, *, change: bool = False, about: str = "") -> str:
+    def told(self, *, change: bool, about: str = "") -> str:
         """`1.75x (1.59–1.93)` or `+9.8% (+8.1% to +11.5%)`; in brackets `about` comes first."""
-        head, interval = self.change if change else self.times, self.interval(change=change)
-        return f"{head} ({about}{interval})" if interval else head
+        head, interval = (self.times, self.interval)
+        if change:
+            head, interval = self.change, f"{percent(self.lo - 1)} to {percent(self.hi - 1)}"
+        return head if pd.isna(self.lo) else f"{head} ({about}{interval})"
 
 
 def percent(change: float) -> str:

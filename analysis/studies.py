@@ -32,7 +32,6 @@ class Study:
     value: str = "tokens_per_s"
     figure: str = "comparison"
     effect: dict[str, Any] = field(default_factory=dict)
-    base: str | None = None
     command: str = ""
     lead: str | None = None
     beside: Sequence[str] = ()

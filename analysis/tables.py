@@ -47,7 +47,7 @@ def comparison(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
         "system": labels(ranked),
         "tokens/s": _speed(ranked),
         "ratio" if base is None else f"vs {names.name(base)}": times,
-        "95% interval": found.map(lambda one: one.interval() or "no interval", na_action="ignore"),
+        "95% interval": found.map(lambda one: one.interval or "no interval", na_action="ignore"),
         **_memory(ranked),
         "losses": ranked.apply(losses, axis=1),
     }
@@ -98,12 +98,12 @@ def ratios(study: Study, lines: pd.DataFrame) -> pd.Series:
 def base_of(study: Study, lines: pd.DataFrame, line: Any = None) -> Any:
     """What a line is held against; None where nothing is.
 
-    Systems: the study's base, else the fastest plain ZeRO-3, else the fastest rival. Systems along
+    Systems: the fastest plain ZeRO-3, else the fastest rival. Systems along
     x: ZeRO-3 at the same x. Settings: the line at x = effect.from, else the first.
     """
     ready = lines[speeds.comparable(lines)]
     if study.compares:
-        wanted = ready[ready["family"] == (study.base or "zero3")]
+        wanted = ready[ready["family"] == "zero3"]
         ready = wanted if len(wanted) else ready[speeds.rivals(ready)]
         return speeds.fastest(ready) if len(ready) else None
     if study.of_systems:

@@ -22,7 +22,7 @@ def all_figures(lines: pd.DataFrame, results: Path) -> Iterator[tuple[str, Calla
     for study, mine in told:
         if of_study.drawable(study, mine):
             beside = [studies.leading(*one) for one in told if one[0].name in study.beside]
-            marks = pd.concat([lines[:0], *beside])
+            marks = pd.concat(beside) if beside else None
             yield study.name, partial(of_study.draw, study, mine, marks)
     current = lines[~lines["superseded"]]
     if (current["study"] == of_record.HEADLINE).any():

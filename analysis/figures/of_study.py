@@ -31,7 +31,8 @@ def draw(study: Study, lines: pd.DataFrame, beside: pd.DataFrame | None = None) 
     """The figure of a study's lines: of all runs for lines along x, else of the leading one."""
     lead = studies.leading(study, lines)
     if study.figure == "lines":
-        return along(study, pd.concat([lead, lines.drop(lead.index)]), beside)
+        marks = lines[:0] if beside is None else beside
+        return along(study, pd.concat([lead, lines.drop(lead.index)]), marks)
     kinds = {"comparison": systems, "bars": settings, "losses": losses, "quality": quality}
     return kinds[study.figure](study, max(studies.parts(study, lead), key=len))
 
@@ -105,49 +106,42 @@ def losses(study: Study, lines: pd.DataFrame) -> Figure:
     return figure
 
 
-def along(study: Study, lines: pd.DataFrame, beside: pd.DataFrame | None) -> Figure:
+def along(study: Study, lines: pd.DataFrame, beside: pd.DataFrame) -> Figure:
     """What a study varies along x, one line a hue: throughput with its intervals. lines: of all
     runs, the leading one first; each run's points are joined among themselves.
 
     beside: other studies' lines, of which rivals at the same shape are drawn as single marks.
     """
     figure = Figure(figsize=(style.PAGE_IN * 0.72, 2.9))
-    axes = figure.subplots()
-    shown = tables.sort(study, lines[lines["tokens_per_s"].notna()])
+    axes, ready = figure.subplots(), lines[lines["tokens_per_s"].notna()]
+    shown = tables.sort(study, pd.concat([ready, _rivals(study, ready, beside)]))
     shown = shown.assign(x=pd.to_numeric(shown[study.x].fillna(0)))
-    about = f"{names.setup(shown)}; bars: 95% intervals"
     for order, (label, mine, look) in enumerate(_series(study, shown)):
         _line(axes, study, mine, look | {"label": label, "zorder": 3 + order}, shown["x"])
-    if shown["run"].nunique() > 1:
-        about += "; a line joins one run"
-    if beside is not None and len(marks := _rivals(study, shown, beside)):
-        about += "; single marks: other runs, on other machines"
-        for family, mine in marks.groupby("family"):
-            several = mine.apply(names.name, axis=1)
-            best = f"{names.family_name(str(family))} at its best"
-            label = several.iloc[0] if several.nunique() == 1 else best
-            look = names.look(str(family)) | {"label": label, "linestyle": "", "zorder": 9}
-            _line(axes, study, mine.assign(run=""), look, mine["x"])
     told = paper.along(study).sort_values("x")
     for family, mine in told.groupby("system", sort=False):
         look = {"label": f"{names.family_name(str(family))}, paper", "markerfacecolor": "white"}
         axes.errorbar(mine["x"], mine["y"], linestyle=":", **look, **names.look(str(family)))
-    about += "; dotted: the paper, one GH200, other batches" if study.paper else ""
     _axes(axes, study, sorted({*shown[study.x].dropna(), *told["x"]}))
+    about = f"{names.setup(ready)}; bars: 95% intervals"
+    about += "; a line or single mark: one run" if shown["run"].nunique() > 1 else ""
+    about += ", rivals on other machines" if len(shown) > len(ready) else ""
+    about += "; dotted: the paper, one GH200, other batches" if study.paper else ""
     style.titled(figure, answers.answer(study, lines), about)
     return figure
 
 
 def _series(study: Study, shown: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame, Look]]:
     """(label, lines, colour and marker) of every hue."""
-    if study.hue and not study.of_systems:
-        for at, (value, mine) in enumerate(several := list(shown.groupby(study.hue))):
-            label = f"{names.setting(study.hue)}: {names.value(study.hue, value)}"
-            color = BLUES[(at - len(several)) % len(BLUES)]
-            yield label, mine, {"color": color, "marker": "o^sD"[at % 4]}
+    if not study.hue or study.of_systems:
+        for (family, _), mine in shown.groupby(["family", "mode"], sort=False):
+            yield names.name(mine.iloc[0]), mine, names.look(str(family))
         return
-    for (family, _), mine in shown.groupby(["family", "mode"], sort=False):
-        yield names.name(mine.iloc[0]), mine, names.look(str(family))
+    several = list(shown.groupby(study.hue))
+    for at, (value, mine) in enumerate(several):
+        label = f"{names.setting(study.hue)}: {names.value(study.hue, value)}"
+        color = BLUES[(at - len(several)) % len(BLUES)]
+        yield label, mine, {"color": color, "marker": "o^sD"[at % 4]}
 
 
 def _line(axes: Axes, study: Study, mine: pd.DataFrame, look: Look, places: pd.Series) -> None:
@@ -164,8 +158,8 @@ def _rivals(study: Study, shown: pd.DataFrame, beside: pd.DataFrame) -> pd.DataF
     """The strongest of ZeRO-3 and of Twin-Flow in each of those runs, at a shape of this study."""
     same = [name for name in studies.SHAPES if name != study.x]
     near = beside[beside["family"].isin(RIVALS) & speeds.comparable(beside)]
-    near = near.merge(shown[same].drop_duplicates(), on=same).assign(x=lambda all: all[study.x])
-    return near.loc[near.groupby(["run", "family", "x"])["tokens_per_s"].idxmax()]
+    near = near.merge(shown[same].drop_duplicates(), on=same)
+    return near.loc[near.groupby(["run", "family", str(study.x)])["tokens_per_s"].idxmax()]
 
 
 def _axes(axes: Axes, study: Study, known: list[Any]) -> None:

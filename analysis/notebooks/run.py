@@ -24,7 +24,7 @@ QUIET = Config(
 
 
 def executed(name: str) -> nbformat.NotebookNode:
-    """The notebook with its outputs, cells numbered. ValueError, one line, where a cell raises."""
+    """The notebook with its outputs. ValueError, one line, where a cell raises."""
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     place = {"metadata": {"path": str(FOLDER.parents[1])}}
     with tempfile.TemporaryDirectory() as folder:
@@ -33,11 +33,7 @@ def executed(name: str) -> nbformat.NotebookNode:
             NotebookClient(notebook, config=QUIET, resources=place).execute()
         except CellExecutionError as error:
             raise ValueError(f"{name}.ipynb: {error.ename}: {error.evalue}") from None
-    for number, cell in enumerate(notebook.cells):
-        cell |= {"id": f"cell-{number}", "metadata": {}}
-    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    known_as = {"kernelspec": kernel, "language_info": {"name": "python"}}
-    notebook.metadata = nbformat.from_dict(known_as)
+    notebook.metadata["language_info"] = {"name": "python"}
     return notebook
 
 
