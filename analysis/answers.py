@@ -25,7 +25,7 @@ def answer(study: Study, lines: pd.DataFrame) -> str:
     if study.of_systems:
         return _over_zero3(study, ready) or _ends(study, lines[speeds.comparable(lines)])
     told = _settings(study, ready)
-    return f"{told} {_losses(study, ready)}" if study.figure == "losses" else told
+    return f"{told} {losses(study, ready)}" if study.figure == "losses" else told
 
 
 def _known(found: Ratio, *, change: bool = False) -> str:
@@ -124,19 +124,9 @@ def _place(study: Study, line: pd.Series) -> str:
     return " with ".join(told)
 
 
-def exact(lines: pd.DataFrame) -> pd.Series:
-    """Which lines do all that the recipe asks."""
-    return ~lines["caveat"].map(lambda caveat: isinstance(caveat, str))
-
-
-def full(lines: pd.DataFrame) -> pd.Series:
-    """Which lines train every parameter."""
-    return ~lines["system"].isin(ADAPTERS)
-
-
 def loss_gaps(lines: pd.DataFrame) -> list[list[float]]:
     """How far each line's losses lie from those of the first without a caveat."""
-    same = lines[exact(lines)]
+    same = lines[lines["caveat"].isna()]
     reference = (same if len(same) else lines).iloc[0]["losses"]
     return [
         [one - other for one, other in zip(mine, reference, strict=False)]
@@ -144,7 +134,7 @@ def loss_gaps(lines: pd.DataFrame) -> list[list[float]]:
     ]
 
 
-def _losses(study: Study, ready: pd.DataFrame) -> str:
+def losses(study: Study, ready: pd.DataFrame) -> str:
     """The largest gap of the losses at the end."""
     gaps = loss_gaps(ready)
     gap, at = max((abs(one[-1]), at) for at, one in enumerate(gaps))
@@ -155,8 +145,8 @@ def _losses(study: Study, ready: pd.DataFrame) -> str:
 def _quality(lead: pd.DataFrame) -> str:
     """How far the held-out losses of exact full training lie apart at the end, and what a bf16
     master adds."""
-    known = lead[full(lead) & lead["heldout_loss"].notna()]
-    same, others = known[exact(known)], known[~exact(known)]
+    known = lead[~lead["system"].isin(ADAPTERS) & lead["heldout_loss"].notna()]
+    same, others = known[known["caveat"].isna()], known[known["caveat"].notna()]
     if len(known) < 2 or not len(same):
         return "Fewer than two systems have a held-out loss, so none is known."
     ends, told, base = same["heldout_loss"], [], names.name(same.iloc[0])

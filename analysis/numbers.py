@@ -3,10 +3,12 @@
     <!--{ratio:vs_zero3_14b/fast/zero3}-->1.75x<!--/-->          shown as 1.75x
     <!--{interval:vs_zero3_7b@ba71c3ca/fast/twinflow}-->...   of that run, else the leading one
 
-A line is named by its family and, where several ran, its mode: `zero3`, `twinflow`,
-`zero3.kept+compiled`; `rival` is the fastest system that is not the engine nor the reference. Of
-several lines that fit, the fastest counts. Invariant: a page's numbers are exactly what its markers
-give, or a test fails.
+    <!--{table:vs_zero3_14b/5}-->                                the first lines of its table
+
+A line is named by its family, less megatrain_ and zero3_, and, where several ran, its mode: `fast`,
+`twinflow`, `zero3.kept+compiled`; `rival` is the fastest system that is not the engine nor the
+reference. Of several lines that fit, the fastest counts. Invariant: a page's numbers are exactly
+what its markers give, or a test fails.
 """
 
 import re
@@ -14,22 +16,16 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import names, speeds, studies
+from analysis import names, speeds, studies, tables
 
 MARKER = re.compile(r"(<!--\{([a-z_]+):([^}]*)\}-->).*?<!--/-->", re.DOTALL)
-ALIASES = {"published": "published_megatrain"} | {
-    family.partition("_")[2]: family
-    for family in names.SYSTEMS
-    if family.startswith(("megatrain_", "zero3_"))
-}
-"""`fast`, `paper`, `twinflow`: a family less the name of its system."""
 WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
 def line(lines: pd.DataFrame, selector: str) -> Any:
     """The fastest line that the selector fits. Raises ValueError, one line, where none does."""
     family, _, mode = selector.partition(".")
-    named = lines["family"] == ALIASES.get(family, family)
+    named = lines["family"].isin([family, f"megatrain_{family}", f"zero3_{family}"])
     fits = speeds.rivals(lines) if family == "rival" else named
     if mode:
         fits &= lines["mode"].str.split().map(set) == set(mode.split("+"))
@@ -67,7 +63,7 @@ def number(kind: str, what: str, lines: pd.DataFrame) -> str:
     try:
         here, every = run_of(place, lines), lines[lines["study"] == place]
         asked: list[Any] = selectors
-        if kind not in ("spread", "runs"):
+        if kind not in ("spread", "runs", "table"):
             asked = [line(here, selector) for selector in selectors]
         match kind, asked:
             case "speed", [one]:
@@ -82,6 +78,9 @@ def number(kind: str, what: str, lines: pd.DataFrame) -> str:
                 return speeds.ratio(one, base).times
             case "interval", [one, base]:
                 return speeds.ratio(one, base).interval or "no interval"
+            case "table", [length]:
+                shown = tables.of(studies.of_rows(str(here.iloc[0]["study"]), here), here)
+                return f"\n{tables.markdown(shown[: int(length)])}\n"
             case "spread", [_, _]:
                 found = ratios(every, selectors)
                 return " to ".join(dict.fromkeys([found[0].times, found[-1].times]))
@@ -92,8 +91,8 @@ def number(kind: str, what: str, lines: pd.DataFrame) -> str:
                 x = str(studies.of_rows(place, every).x)
                 known = every[every["tokens_per_s"].notna()][x].dropna()
                 return names.value(x, int(known.min() if kind == "least" else known.max()))
-        allowed = "speed, repeats, machine or name of a line; ratio or interval of two, spread or "
-        raise ValueError(f"allowed {allowed}runs of it; least or most of a study; mend the marker")
+        allowed = "speed, repeats, machine, name, ratio, interval, spread, runs, least, most, table"
+        raise ValueError(f"allowed {allowed}, each of its number of lines; mend the marker")
     except ValueError as error:
         raise ValueError(f"{{{kind}:{what}}}: {error}") from None
 
@@ -109,5 +108,6 @@ def run_of(place: str, lines: pd.DataFrame) -> pd.DataFrame:
 
 
 def fill(text: str, lines: pd.DataFrame) -> str:
-    """The page with every marker's number as the rows give it now."""
-    return MARKER.sub(lambda one: f"{one[1]}{number(one[2], one[3], lines)}<!--/-->", text)
+    """The page with every marker's number as the rows that none supersedes give it now."""
+    current = lines[~lines["superseded"]]
+    return MARKER.sub(lambda one: f"{one[1]}{number(one[2], one[3], current)}<!--/-->", text)

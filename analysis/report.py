@@ -8,7 +8,6 @@ anything is written, and nothing on a page is typed by hand but the question and
 studies.yaml has.
 """
 
-import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,6 @@ from analysis.studies import Study
 ROOT = Path(__file__).parents[1]
 FILLED = ("README.md", "docs/methods.md", "docs/design.md")
 """Pages written by hand whose markers are filled."""
-TABLE = re.compile(r"<!-- table:([^ ]+) -->\n.*?<!-- /table -->", re.DOTALL)
 FIGURES = Path("figures")
 
 
@@ -156,23 +154,6 @@ def provenance(lines: pd.DataFrame) -> str:
     return f"## Where the rows come from\n\n{tables.markdown(pd.DataFrame(told))}\n"
 
 
-def filled(text: str, lines: pd.DataFrame) -> str:
-    """A page written by hand with its tables and numbers as the rows give them."""
-    current = lines[~lines["superseded"]]
-
-    def table(match: re.Match[str]) -> str:
-        place, _, length = match[1].partition("/")
-        try:
-            mine = numbers.run_of(place, current)
-        except ValueError as error:
-            raise ValueError(f"table:{match[1]}: {error}") from None
-        shown = tables.of(studies.of_rows(mine.iloc[0]["study"], mine), mine)
-        told = tables.markdown(shown[: int(length) if length else None])
-        return f"<!-- table:{match[1]} -->\n{told}\n<!-- /table -->"
-
-    return numbers.fill(TABLE.sub(table, text), current)
-
-
 def refresh(results: Path = record.RESULTS) -> list[Path]:
     """Write every page anew, README and docs too where the record is this repository's.
 
@@ -181,5 +162,5 @@ def refresh(results: Path = record.RESULTS) -> list[Path]:
     lines = record.lines(results)
     wanted = dict(pages(lines, results))
     for path in (ROOT / name for name in FILLED if results.samefile(record.RESULTS)):
-        wanted[path] = filled(path.read_text(encoding="utf-8"), lines)
+        wanted[path] = numbers.fill(path.read_text(encoding="utf-8"), lines)
     return whole.write_changed({path: text.encode() for path, text in wanted.items()})

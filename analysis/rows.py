@@ -45,7 +45,7 @@ def frame(*sources: Path | str) -> pd.DataFrame:
 
     source: a JSONL file; a folder that holds some, at any depth; a W&B run or a folder of them;
     `wandb:entity/project`, with @group and #tag to take those runs alone. A folder with both is
-    read by its JSONL. Raises ValueError, one line.
+    read by its JSONL. Raises ValueError, one line, and OSError.
     """
     same = ["experiment", "run", "cell"]
     return every_row(*sources).drop_duplicates(same, keep="last").reset_index(drop=True)
@@ -56,7 +56,12 @@ def every_row(*sources: Path | str) -> pd.DataFrame:
     online = [one for one in sources if isinstance(one, str) and one.startswith("wandb:")]
     folders = [Path(source) for source in sources if source not in online]
     files = dict.fromkeys(path for folder in folders for path in _files(folder))
-    tagged = [item for path in files if path.suffix != ".wandb" for item in _read(path)]
+    tagged = [
+        Tagged(row, at, file_id(path), str(path))
+        for path in files
+        if path.suffix != ".wandb"
+        for at, row in enumerate(read_rows(path))
+    ]
     tagged += _offline([path for path in files if path.suffix == ".wandb"])
     tagged += [item for address in dict.fromkeys(online) for item in _online(address)]
     if not tagged:
@@ -67,23 +72,18 @@ def every_row(*sources: Path | str) -> pd.DataFrame:
 
 def _files(path: Path) -> list[Path]:
     """Files of rows in a folder, else those of W&B runs; a file is itself."""
-    if not path.exists():
-        allowed = "name a rows file, a folder of some, or wandb:entity/project"
-        raise ValueError(f"{path}: no such file or folder; {allowed}")
+    if path.is_file():
+        return [path]
     inside = sorted(path.rglob("*.jsonl")) or sorted(path.rglob("run-*.wandb"))
-    if not path.is_file() and not inside:
-        why = "no *.jsonl and no W&B run in this folder"
-        raise ValueError(f"{path}: {why}; run a bench first (make bench)")
-    return [path] if path.is_file() else inside
-
-
-def _read(path: Path) -> list[Tagged]:
-    try:
-        rows = read_rows(path)
-    except OSError as error:
-        remedy = "name a JSONL file that sweeps.run wrote"
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
-    return [Tagged(row, at, file_id(path), str(path)) for at, row in enumerate(rows)]
+    if not inside:
+        got = (
+            "no *.jsonl and no W&B run in this folder"
+            if path.exists()
+            else "no such file or folder"
+        )
+        allowed = "name a rows file, a folder of some, or wandb:entity/project"
+        raise ValueError(f"{path}: {got}; run a bench first (make bench), or {allowed}")
+    return inside
 
 
 def _offline(files: list[Path]) -> list[Tagged]:

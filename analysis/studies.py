@@ -88,12 +88,9 @@ def leading(study: Study, mine: pd.DataFrame) -> pd.DataFrame:
 
     It is the one that studies.yaml names, else the one that measured most, of equals the last.
     """
-    runs = mine["run"]
-    counts = mine["tokens_per_s"].notna().groupby(runs).sum()
-    chosen = (
-        study.lead if study.lead in set(runs) else max(runs, key=lambda run: (counts[run], run))
-    )
-    return mine[runs == chosen]
+    counts = mine["tokens_per_s"].notna().groupby(mine["run"]).sum()
+    best = max(counts.index, key=lambda run: (run == study.lead, counts[run], run))
+    return mine[mine["run"] == str(best)]
 
 
 def parts(study: Study, lines: pd.DataFrame) -> list[pd.DataFrame]:

@@ -10,25 +10,23 @@ def write(path: Path, data: bytes) -> None:
     target = Path(os.path.realpath(path))
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        try:
-            with open(partial, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, target)
-        finally:
-            partial.unlink(missing_ok=True)
+        with open(partial, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, target)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def write_changed(wanted: Mapping[Path, bytes], old: Iterable[Path] = ()) -> list[Path]:
     """Write what is not there yet or has other bytes; the paths that were written. Then remove
     those of `old` that nobody wants any more."""
     gone = set(old) - set(wanted)
-    changed = [
-        path for path, data in wanted.items() if not path.exists() or path.read_bytes() != data
-    ]
+    known = {path: path.read_bytes() for path in wanted if path.exists()}
+    changed = [path for path, data in wanted.items() if known.get(path) != data]
     for path in changed:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path, wanted[path])

@@ -11,6 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from analysis import answers, names, paper, speeds, studies, tables
 from analysis.figures import style
 from analysis.studies import Study
+from sweeps.agreement import ADAPTERS
 
 COLORS = ("#1f5fa8", "#e0701f", "#3f8f3a", "#5f4690")
 BLUES = ("#9cc5ea", "#4f8fca", "#1f5fa8", "#123a68")
@@ -86,23 +87,16 @@ def settings(study: Study, lines: pd.DataFrame) -> Figure:
 
 
 def losses(study: Study, lines: pd.DataFrame) -> Figure:
-    """How far each line's losses lie from the first's without a caveat, and the speeds."""
+    """How far each line's losses lie from the first's without a caveat."""
     shown = tables.sort(study, lines[lines["tokens_per_s"].notna()])
-    figure = Figure(figsize=(style.PAGE_IN * 0.8, 2.6))
-    loss, speed = figure.subplots(1, 2, width_ratios=(3, 2))
-    labels = tables.values(shown, str(study.x))
+    figure = Figure(figsize=(style.PAGE_IN * 0.72, 2.6))
+    axes, labels = figure.subplots(), tables.values(shown, str(study.x))
     for at, gaps in enumerate(answers.loss_gaps(shown)):
-        look = {"marker": "os^D"[at % 4], "color": COLORS[at % 4], "label": labels[at]}
-        loss.plot(range(1, len(gaps) + 1), gaps, **look)
-    loss.set(xlabel="step", ylabel="loss − that of an fp32 master")
-    loss.legend()
-    wrapped = [label.replace(", ", "\n").replace(" ", "\n", 1) for label in labels]
-    whiskers = {"yerr": style.reach(shown), "ecolor": style.INK, "error_kw": style.WHISKER}
-    speed.bar(wrapped, shown["tokens_per_s"], color=COLORS, width=0.66, **whiskers)
-    speed.yaxis.set_major_formatter("{x:,.0f}")
-    speed.set_ylabel("tokens/s")
-    speed.grid(axis="x", visible=False)
-    style.titled(figure, answers.answer(study, lines), names.setup(lines))
+        look: Look = {"marker": "os^D"[at % 4], "color": COLORS[at % 4], "label": labels[at]}
+        axes.plot(range(1, len(gaps) + 1), gaps, **look)
+    axes.set(xlabel="step", ylabel="loss − that of an fp32 master")
+    axes.legend()
+    style.titled(figure, answers.losses(study, shown), names.setup(lines))
     return figure
 
 
@@ -192,7 +186,7 @@ def quality(study: Study, lines: pd.DataFrame) -> Figure:
     hours.set(xlabel="hours of training")
     hours.xaxis.set_major_locator(MaxNLocator(4))
     about = names.setup(lines)
-    about += "" if answers.full(shown).all() else "; LoRA trains another function"
+    about += "; LoRA trains another function" if shown["system"].isin(ADAPTERS).any() else ""
     handles = tokens.get_legend_handles_labels()[0]
     style.titled(figure, answers.answer(study, lines), about, legend=handles, columns=4)
     return figure
