@@ -9,12 +9,9 @@ from typing import Any
 
 from rich.console import Console
 
-from analysis import figures, record, report, studies, tables, whole
+from analysis import figures, record, report, studies, tables
 from analysis.figures import style
 from sweeps.command_line import Parser, mend_streams
-
-PIPED_WIDTH = 110
-"""Columns when the output is not a terminal."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _report(options: argparse.Namespace) -> list[Path]:
     known = sys.stdout.isatty() or "COLUMNS" in os.environ
-    console = Console(width=None if known else PIPED_WIDTH)
+    console = Console(width=None if known else 110)  # columns of what is no terminal
     return report.report(options.paths, options.out, x=options.x, hue=options.hue, console=console)
 
 
@@ -82,7 +79,7 @@ def _figures(results: Path, kind: str = "png") -> list[Path]:
     wanted = {folder / f"{name}.{kind}": style.drawn(draw, kind) for name, draw in drawn}
     for study, mine in () if in_record else studies.shown(lines):
         wanted[folder / f"{study.name}.tex"] = tables.latex(study, mine).encode()
-    whole.write_changed(wanted, folder.glob("*.png") if in_record else ())
+    record.write_changed(wanted, folder.glob("*.png") if in_record else ())
     return list(wanted)
 
 

@@ -22,7 +22,7 @@ def answer(study: Study, lines: pd.DataFrame) -> str:
         return _comparison(study, ready)
     if study.effect:
         return _effect(study, ready)
-    if study.of_systems:
+    if study.hue == "system":
         return _over_zero3(study, ready) or _ends(study, lines[speeds.comparable(lines)])
     told = _settings(study, ready)
     return f"{told} {losses(study, ready)}" if study.figure == "losses" else told
@@ -36,9 +36,8 @@ def _known(found: Ratio, *, change: bool = False) -> str:
 
 
 def _comparison(study: Study, ready: pd.DataFrame) -> str:
-    ranked = ready[ready["system"] != REFERENCE]
-    if not len(ranked):
-        return "Only the reference was measured."
+    own = ready["system"] != REFERENCE
+    ranked = ready[own] if own.any() else ready
     best, base = speeds.fastest(ranked), tables.base_of(study, ready)
     if base is None or base.name == best.name:
         return f"{names.name(best)} is the fastest, at {best['tokens_per_s']:,.0f} tokens/s."
@@ -54,7 +53,7 @@ def _comparison(study: Study, ready: pd.DataFrame) -> str:
 def _over_zero3(study: Study, ready: pd.DataFrame) -> str | None:
     """At the largest x where the engine and ZeRO-3 were both measured; None without one."""
     over = tables.ratios(study, ready)
-    engine = ready[speeds.engine(ready) & over.notna()]
+    engine = ready[ready["family"].str.startswith("megatrain") & over.notna()]
     if not len(engine):
         return None
     best = speeds.fastest(engine[engine[study.x] == engine[study.x].max()])
@@ -78,9 +77,9 @@ def _ends(study: Study, ready: pd.DataFrame) -> str:
 
 def _at(study: Study, line: pd.Series) -> str:
     """`7.6B parameters`, `24 GB of device memory`, `64K tokens per sequence`."""
-    units = {"num_params": "parameters", "machine.device_bytes": "GB of device memory"}
     path = str(study.x)
-    return f"{names.value(path, line[path])} {units.get(path, names.setting(path))}"
+    unit = names.WORDS["units"].get(path, names.setting(path))
+    return f"{names.value(path, line[path])} {unit}"
 
 
 def _effect(study: Study, ready: pd.DataFrame) -> str:

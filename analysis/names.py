@@ -9,19 +9,15 @@ import yaml
 WORDS = yaml.safe_load(Path(__file__).with_name("names.yaml").read_text(encoding="utf-8"))
 """What people read; the file says what stands for what."""
 SYSTEMS: dict[str, tuple[str, str, str]] = WORDS["systems"]
-MODES: dict[str, str] = WORDS["modes"]
 STATUSES: dict[str, str] = WORDS["statuses"]
-THROTTLES: dict[str, str] = WORDS["throttles"]
 SETTINGS: dict[str, str] = WORDS["settings"]
 VALUES: dict[str, dict[Any, str]] = WORDS["values"]
-OTHER = ("", "#a0a0a0", "X")
-"""A system that the file does not name."""
 
 
 def throttled(reasons: Any) -> str:
     """`power 80%`: what held the clock down, for which share of the time; nothing where unknown."""
     known = pd.Series(reasons if isinstance(reasons, dict) else {}, dtype=float)
-    shares = known.groupby(pd.Series(THROTTLES), sort=False).max()
+    shares = known.groupby(pd.Series(WORDS["throttles"]), sort=False).max()
     return ", ".join(f"{word} {share:.0%}" for word, share in shares.items())
 
 
@@ -34,14 +30,14 @@ def family_name(family: str) -> str:
 
 def name(line: Any) -> str:
     """`Twin-Flow, activations kept, compiled`: the family and how it was run."""
-    modes = [MODES.get(word, word) for word in line["mode"].split()]
+    modes = [WORDS["modes"].get(word, word) for word in line["mode"].split()]
     return ", ".join([family_name(line["family"]), *modes])
 
 
 def look(family: str) -> dict[str, Any]:
     """The family's colour and marker."""
-    usual = SYSTEMS["megatrain"] if family.startswith("megatrain") else OTHER
-    _, color, marker = SYSTEMS.get(family, usual)
+    other = SYSTEMS["megatrain"] if family.startswith("megatrain") else ("", "#a0a0a0", "X")
+    _, color, marker = SYSTEMS.get(family, other)
     return {"color": color, "marker": marker}
 
 

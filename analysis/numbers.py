@@ -12,6 +12,7 @@ what its markers give, or a test fails.
 """
 
 import re
+from contextlib import suppress
 from typing import Any
 
 import pandas as pd
@@ -48,10 +49,8 @@ def ratios(lines: pd.DataFrame, selectors: list[str]) -> list[speeds.Ratio]:
     where none did."""
     found = []
     for _, mine in lines.groupby("run"):
-        try:
+        with suppress(ValueError):
             found.append(speeds.ratio(*[line(mine, selector) for selector in selectors]))
-        except ValueError:
-            continue
     if not found:
         raise ValueError("no run measured both; mend the marker")
     return sorted(found, key=lambda one: one.value)
@@ -72,8 +71,6 @@ def number(kind: str, what: str, lines: pd.DataFrame) -> str:
                 return word(one["num_repeats"])
             case "machine", [one]:
                 return names.machine(one.to_frame().T)
-            case "name", [one]:
-                return names.name(one)
             case "ratio", [one, base]:
                 return speeds.ratio(one, base).times
             case "interval", [one, base]:
@@ -91,7 +88,7 @@ def number(kind: str, what: str, lines: pd.DataFrame) -> str:
                 x = str(studies.of_rows(place, every).x)
                 known = every[every["tokens_per_s"].notna()][x].dropna()
                 return names.value(x, int(known.min() if kind == "least" else known.max()))
-        allowed = "speed, repeats, machine, name, ratio, interval, spread, runs, least, most, table"
+        allowed = "speed, repeats, machine, ratio, interval, spread, runs, least, most, table"
         raise ValueError(f"allowed {allowed}, each of its number of lines; mend the marker")
     except ValueError as error:
         raise ValueError(f"{{{kind}:{what}}}: {error}") from None

@@ -36,8 +36,8 @@ def along(study: Study) -> pd.DataFrame:
         told = told.assign(x=told["model"].map(SIZES), y=told["value"])
     else:
         told = told[(told["metric"] == "step_s") & ~told["flag"].str.contains("would need")]
-        tokens = told["batch_size"] * told["seq_len"]
-        told = told.assign(x=told["seq_len"], y=tokens / told["value"])
+        speed = told["batch_size"] * told["seq_len"] / told["value"]
+        told = told.assign(x=told["seq_len"], y=speed)
     return told.dropna(subset=["x", "y"])[["system", "x", "y"]]
 
 

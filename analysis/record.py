@@ -8,14 +8,15 @@ All three are written by `python -m analysis add PATH`, never by hand. Invariant
 once, a file only grows, and a file appears whole or not at all.
 """
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import yaml
 
-from analysis import rows, speeds, studies, whole
+from analysis import rows, speeds, studies
 
 RESULTS = Path(__file__).parent / "results"
 MACHINES, SHARED = "machines.yaml", "shared.yaml"
@@ -71,16 +72,17 @@ def add(sources: Iterable[Path], results: Path = RESULTS) -> list[str]:
     shared = _yaml(results / SHARED)
     for _, row in found[found["home"] != place].iterrows():
         shared.setdefault(f"{row['experiment']}/{row['run']}", {})[row["cell"]] = row["home"]
-    whole.write_changed(wanted)
+    write_changed(wanted)
     kinds = machines(rows.every_row(results))
     for name, content in {SHARED: dict(sorted(shared.items())), MACHINES: kinds}.items():
         text = HEAD + yaml.safe_dump(content, sort_keys=False, width=120)
-        whole.write(results / name, text.encode())
+        write(results / name, text.encode())
     counts = new[found["home"] == place].groupby(place).agg(["sum", "size"])
-    return [
-        f"{to}: {added} new row{'s' * (added != 1)}{f', {all - added} known' * (all > added)}"
-        for to, added, all in counts.itertuples()
-    ]
+    told = []
+    for to, added, all in counts.itertuples():
+        again = f", {all - added} known" if all > added else ""
+        told.append(f"{to}: {added} new row{'' if added == 1 else 's'}{again}")
+    return told
 
 
 def _measurement(found: pd.DataFrame) -> pd.Series:
@@ -126,3 +128,34 @@ def machines(found: pd.DataFrame) -> dict[str, Any]:
             },
         }
     return {"kinds": kinds}
+
+
+def write(path: Path, data: bytes) -> None:
+    """Put `data` there in place of what was, whole or not at all, at whatever moment its writer is
+    killed; OSError, which names the path, if that fails."""
+    target = Path(os.path.realpath(path))
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, target)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_changed(wanted: Mapping[Path, bytes], old: Iterable[Path] = ()) -> list[Path]:
+    """Write what is not there yet or has other bytes; the paths that were written. Then remove
+    those of `old` that nobody wants any more."""
+    gone = set(old) - set(wanted)
+    known = {path: path.read_bytes() for path in wanted if path.exists()}
+    changed = [path for path, data in wanted.items() if known.get(path) != data]
+    for path in changed:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, wanted[path])
+    for path in gone:
+        path.unlink()
+    return changed

@@ -1,8 +1,5 @@
 """Rows as Markdown: a report of any rows, and the record's pages with the numbers inside README.
 
-    python -m analysis report PATH... [--x PATH --hue PATH] [--out DIR]
-    python -m analysis docs
-
 One section a study. Invariant: the same rows give the same bytes; everything is drawn before
 anything is written, and nothing on a page is typed by hand but the question and the command, which
 studies.yaml has.
@@ -16,7 +13,7 @@ import pandas as pd
 from rich.console import Console
 from rich.markdown import Markdown
 
-from analysis import answers, figures, names, numbers, record, rows, speeds, studies, tables, whole
+from analysis import answers, figures, names, numbers, record, rows, speeds, studies, tables
 from analysis.figures import of_study, step, style
 from analysis.studies import Study
 
@@ -41,20 +38,12 @@ def markdown(study: Study, lines: pd.DataFrame, picture: str = "") -> str:
     parts = [f"# {study.title}", study.question, answers.answer(study, lines)]
     parts += [f"![{study.title}]({picture})"] if picture else []
     for run in [first, *sorted(set(lines["run"]) - {first}, reverse=True)]:
-        here = studies.parts(study, lines[lines["run"] == run])
-        parts += [part for mine in here for part in _run(study, mine)]
+        for mine in studies.parts(study, lines[lines["run"] == run]):
+            about = ", ".join(filter(None, [names.work(mine), f"run `{run}`."]))
+            parts += [f"## {run[:10]}: {names.machine(mine)}", about[0].upper() + about[1:]]
+            parts += [tables.markdown(tables.of(study, mine))]
+            parts += ["\n".join(f"- {note}" for note in tables.notes(mine))]
     return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def _run(study: Study, mine: pd.DataFrame) -> list[str]:
-    run = mine.iloc[0]["run"]
-    about = ", ".join(filter(None, [names.work(mine), f"run `{run}`."]))
-    return [
-        f"## {run[:10]}: {names.machine(mine)}",
-        about[0].upper() + about[1:],
-        tables.markdown(tables.of(study, mine)),
-        "\n".join(f"- {note}" for note in tables.notes(mine)),
-    ]
 
 
 def report(
@@ -71,7 +60,7 @@ def report(
     drawings, texts = {}, []
     for path in sorted((beside / "traces").glob(f"*{step.SUFFIX}")):  # measure.trace=true
         steps = step.load(path)
-        drawings[path.name.removesuffix(".json")] = partial(step.draw, steps, steps[0].name)
+        drawings[path.name.removesuffix(".json")] = partial(step.draw, steps)
     for number, (study, lines) in enumerate(told, 1):
         stem = "report" if len(told) == 1 else f"report-{number}"
         if of_study.drawable(study, lines):
@@ -86,7 +75,7 @@ def report(
     wanted[folder / "report.md"] = "\n".join(texts).encode()
     wanted[folder / "report.tex"] = "\n".join(tables.latex(*section) for section in told).encode()
     ours = ("report.p[nd][gf]", "report-[0-9]*.p[nd][gf]")
-    whole.write_changed(wanted, [path for pattern in ours for path in folder.glob(pattern)])
+    record.write_changed(wanted, [path for pattern in ours for path in folder.glob(pattern)])
     return list(wanted)
 
 
@@ -95,10 +84,16 @@ def pages(lines: pd.DataFrame, results: Path = record.RESULTS) -> Iterator[tuple
     yield results / "README.md", index(lines, results)
     for study, mine in studies.shown(lines):
         picture = f"../{FIGURES / study.name}.png" if of_study.drawable(study, mine) else ""
-        again = _again(study, studies.leading(study, mine))
-        origin = provenance(lines[lines["study"] == study.name])
-        parts = [markdown(study, mine, picture), again, origin]
-        yield results / study.name / "README.md", "\n".join(filter(None, parts))
+        text = markdown(study, mine, picture)
+        if study.command:
+            took = studies.leading(study, mine)["cell_s"].sum(min_count=1, skipna=False) / 60
+            known = f"Its cells took {took:.0f} minutes in this run.\n\n"
+            add = f"python -m analysis add outputs/{study.experiments[0]}"
+            text += f"\n## Measure it again\n\n{'' if pd.isna(took) else known}"
+            text += f"```bash\n{study.command}\n{add}\n```\n"
+        origin = tables.markdown(provenance(lines[lines["study"] == study.name]))
+        text += f"\n## Where the rows come from\n\n{origin}\n"
+        yield results / study.name / "README.md", text
 
 
 def index(lines: pd.DataFrame, results: Path) -> str:
@@ -126,32 +121,20 @@ def index(lines: pd.DataFrame, results: Path) -> str:
     return "\n\n".join([head, tables.markdown(pd.DataFrame(told)), *drawn]) + "\n"
 
 
-def _again(study: Study, mine: pd.DataFrame) -> str:
-    """The command that measures a study again, and how long its cells took."""
-    if not study.command:
-        return ""
-    took = f"Its cells took {mine['cell_s'].sum() / 60:.0f} minutes in this run.\n\n"
-    known = took if mine["cell_s"].notna().all() else ""
-    add = f"python -m analysis add outputs/{study.experiments[0]}"
-    return f"## Measure it again\n\n{known}```bash\n{study.command}\n{add}\n```\n"
-
-
-def provenance(lines: pd.DataFrame) -> str:
+def provenance(lines: pd.DataFrame) -> pd.DataFrame:
     """Which file, machine, commit and versions each run's rows come from."""
-    told = []
-    for run, mine in sorted(lines.groupby("run"), reverse=True):
-        first = mine.iloc[0]
-        told.append(
-            {
-                "run": f"[{run}]({run}.jsonl)",
-                "machine": names.machine(mine),
-                "commit": ", ".join(sorted({str(one)[:9] for one in mine["git_commit"] if one})),
-                "torch": str(first["versions"].get("torch", "")),
-                "deepspeed": str(first["versions"].get("deepspeed", "")),
-                "state": "superseded" if first["superseded"] else "shown",
-            }
-        )
-    return f"## Where the rows come from\n\n{tables.markdown(pd.DataFrame(told))}\n"
+    told = [
+        {
+            "run": f"[{run}]({run}.jsonl)",
+            "machine": names.machine(mine),
+            "commit": ", ".join(sorted({str(one)[:9] for one in mine["git_commit"] if one})),
+            "torch": mine["versions"].iloc[0].get("torch", ""),
+            "deepspeed": mine["versions"].iloc[0].get("deepspeed", ""),
+            "state": "superseded" if mine["superseded"].iloc[0] else "shown",
+        }
+        for run, mine in sorted(lines.groupby("run"), reverse=True)
+    ]
+    return pd.DataFrame(told)
 
 
 def refresh(results: Path = record.RESULTS) -> list[Path]:
@@ -163,4 +146,4 @@ def refresh(results: Path = record.RESULTS) -> list[Path]:
     wanted = dict(pages(lines, results))
     for path in (ROOT / name for name in FILLED if results.samefile(record.RESULTS)):
         wanted[path] = numbers.fill(path.read_text(encoding="utf-8"), lines)
-    return whole.write_changed({path: text.encode() for path, text in wanted.items()})
+    return record.write_changed({path: text.encode() for path, text in wanted.items()})

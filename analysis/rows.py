@@ -28,7 +28,7 @@ from sweeps.runfile import Tagged
 
 GB = 1e9
 RUN = r"\d{4}-\d\d-\d\d_[a-z0-9-]+_\w+"
-"""DATE_MACHINE_BOOT, the name of a run."""
+"""DATE_MACHINE_BOOT, the name of a run, which a file of the record bears."""
 NUMBERS = "tokens_per_s device_gb host_gb final_loss max_loss_difference mfu tflops_6p cell_s "
 NUMBERS += "joules_per_token sm_mhz heldout_loss exact_match"
 """Columns that are numbers even in a frame where none is known."""
@@ -114,21 +114,16 @@ def _online(source: str) -> list[Tagged]:
 
     threading.Thread(target=_end_service, name="end-wandb", daemon=True).start()
     try:
-        found = Api().runs(path, filters=filters)
-        rows = [
-            runfile.tagged(run.config, run.scan_history(), f"wandb:{path}/{run.id}")
-            for run in found
-        ]
+        runs = Api().runs(path, filters=filters)
+        found = [(run.id, run.config, list(run.scan_history())) for run in runs]
     except (Error, ValueError, OSError) as error:
         told = " ".join(str(error).split())
-        if told.startswith("wandb:"):
-            raise ValueError(told) from None
         remedy = "check name, `wandb login` and network, or load the JSONL or offline runs instead"
         raise ValueError(f"{source}: W&B said {told!r}; {remedy}") from None
-    if not rows:
+    if not found:
         allowed = "allowed those that sweeps.upload has fed; check @group and #tag"
         raise ValueError(f"{source}: got no such runs, {allowed}")
-    return rows
+    return [runfile.tagged(config, steps, f"wandb:{path}/{name}") for name, config, steps in found]
 
 
 def _end_service() -> None:
@@ -156,7 +151,12 @@ def _framed(tagged: list[Tagged]) -> pd.DataFrame:
     started = found["started_at"].rank(method="dense").groupby(found["file"]).cummax()
     found = found.assign(started=started).sort_values(["started", "position", "cell"])
     found = found.drop(columns="started").reset_index(drop=True)
-    found["run"] = _run_names(found)
+    place = found["boot"].fillna(found["file"])  # rows older than the boot: tHHMM, when it began
+    first = found.groupby(["experiment", place])["started_at"].transform("min")
+    boot = found["boot"].fillna("t" + first.str[11:13] + first.str[14:16])
+    named = first.str[:10] + "_" + found["machine"] + "_" + boot
+    filed = found["source"].map(lambda source: Path(source).stem)
+    found["run"] = filed.where(filed.str.fullmatch(RUN), named)
     found["num_params"] = found.groupby("model_key")["num_params"].transform("first")
     configs = [dict(flat(in_force(config))) for config in found["config"]]
     paths = dict.fromkeys(path for one in configs for path in one if path not in found)
@@ -194,19 +194,6 @@ def _record(item: Tagged, together: Sequence[Row]) -> dict[str, Any]:
         "host_gb": row.peak_host_bytes and row.peak_host_bytes / GB,
         "joules_per_token": row.power_w and row.tokens_per_s and row.power_w / row.tokens_per_s,
     }
-
-
-def _run_names(found: pd.DataFrame) -> pd.Series:
-    """DATE_MACHINE_BOOT of every row; a file of the record bears the name of its run.
-
-    Rows older than the boot are known by their file, and named by when it began (tHHMM).
-    """
-    place = found["boot"].fillna(found["file"])
-    first = found.groupby(["experiment", place])["started_at"].transform("min")
-    boot = found["boot"].fillna("t" + first.str[11:13] + first.str[14:16])
-    filed = found["source"].map(lambda source: Path(source).stem)
-    named = first.str[:10] + "_" + found["machine"] + "_" + boot
-    return filed.where(filed.str.fullmatch(RUN), named)
 
 
 def machine_name(machine: Mapping[str, Any]) -> str:

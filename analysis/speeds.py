@@ -131,15 +131,10 @@ def comparable(found: pd.DataFrame) -> pd.Series:
     return found["tokens_per_s"].notna() & same
 
 
-def engine(found: pd.DataFrame) -> pd.Series:
-    """Which lines are this repository's engine."""
-    return found["family"].str.startswith("megatrain")
-
-
 def rivals(found: pd.DataFrame) -> pd.Series:
-    """Which lines are another way to train, whose speed may be compared."""
-    others = ~engine(found) & ~found["system"].isin([REFERENCE, "published_megatrain"])
-    return others & comparable(found)
+    """Which lines are another way to train than this engine, whose speed may be compared."""
+    ours = found["family"].str.startswith("megatrain")
+    return ~ours & ~found["system"].isin([REFERENCE, "published_megatrain"]) & comparable(found)
 
 
 def fastest(found: pd.DataFrame) -> Any:

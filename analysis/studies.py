@@ -48,11 +48,6 @@ class Study:
         """Whether systems are ranked and nothing is varied."""
         return self.figure == "comparison" or self.x is None
 
-    @property
-    def of_systems(self) -> bool:
-        """Whether systems stand side by side along x, each held against ZeRO-3 at its place."""
-        return self.hue == "system"
-
 
 @cache
 def listed(path: Path = PATH) -> dict[str, Study]:
@@ -115,14 +110,13 @@ def of_rows(
             raise ValueError(f"{place}: got {path!r}, allowed {allowed}; choose one")
     if name in listed() and not (x or hue):
         return known
-    x = x or next(iter(varied), None)
+    x = x or next((path for path in varied if path != hue), None)
     if x is None:
         return known
     rest = ["system"] if found["family"].nunique() > 1 else varied
     hue = hue or next((path for path in rest if path != x), None)
     numeric = pd.to_numeric(found[x], errors="coerce").notna().all()
     figure = "lines" if numeric and found[x].nunique() > 2 else "bars"
-    hue = hue if hue != x else None
     return replace(known, x=x, hue=hue, figure=figure, effect={}, value="tokens_per_s")
 
 

@@ -78,35 +78,33 @@ def axes(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
     if study.value == "tflops_6p":
         shown["TFLOPS"] = _text(ordered["tflops_6p"], ".0f")
     shown[f"vs {base_title(study)}"] = ratios(study, ordered).map(
-        lambda found: found.told(change=not study.of_systems), na_action="ignore"
+        lambda found: found.told(change=study.hue != "system"), na_action="ignore"
     )
     return pd.DataFrame(shown | _memory(ordered)).fillna(NONE)
 
 
 def ratios(study: Study, lines: pd.DataFrame) -> pd.Series:
     """The ratio of each line to what it is held against; None for that itself, and without one."""
-
-    def found(line: pd.Series) -> speeds.Ratio | None:
+    found = {}
+    for place, line in lines.iterrows():
         base = base_of(study, lines, line)
-        known = base is not None and base.name != line.name and not pd.isna(line["tokens_per_s"])
-        return speeds.ratio(line, base) if known else None
-
-    told = [found(line) for _, line in lines.iterrows()]
-    return pd.Series(told, index=lines.index, dtype=object)
+        known = base is not None and base.name != place and not pd.isna(line["tokens_per_s"])
+        found[place] = speeds.ratio(line, base) if known else None
+    return pd.Series(found, dtype=object)
 
 
 def base_of(study: Study, lines: pd.DataFrame, line: Any = None) -> Any:
     """What a line is held against; None where nothing is.
 
-    Systems: the fastest plain ZeRO-3, else the fastest rival. Systems along
-    x: ZeRO-3 at the same x. Settings: the line at x = effect.from, else the first.
+    Systems: the fastest plain ZeRO-3, else the fastest rival. Systems along x: ZeRO-3 at the same
+    x. Settings: the line at x = effect.from, else the first.
     """
     ready = lines[speeds.comparable(lines)]
     if study.compares:
         wanted = ready[ready["family"] == "zero3"]
         ready = wanted if len(wanted) else ready[speeds.rivals(ready)]
         return speeds.fastest(ready) if len(ready) else None
-    if study.of_systems:
+    if study.hue == "system":
         ready = ready[(ready[study.x] == line[study.x]) & (ready["family"] == "zero3")]
     elif study.effect:
         ready = ready[ready[study.x] == study.effect["from"]]
@@ -188,12 +186,10 @@ def losses(line: pd.Series) -> str:
 
 def base_title(study: Study) -> str:
     """What the lines are held against, in words."""
-    if study.of_systems:
-        return "ZeRO-3"
-    if not study.effect:
-        return "the first line"
-    x = str(study.x)
-    return f"{names.setting(x)} {names.value(x, study.effect['from'])}"
+    if study.effect:
+        x = str(study.x)
+        return f"{names.setting(x)} {names.value(x, study.effect['from'])}"
+    return "ZeRO-3" if study.hue == "system" else "the first line"
 
 
 def markdown(table: pd.DataFrame) -> str:
@@ -222,7 +218,14 @@ def notes(lines: pd.DataFrame) -> list[str]:
 
 def _notes(line: pd.Series) -> Iterator[str]:
     if pd.isna(line["tokens_per_s"]):
-        yield names.STATUSES.get(line["status"], line["status"]) + _why(line["reason"])
+        told, reason = names.STATUSES.get(line["status"], line["status"]), line["reason"] or ""
+        if found := REFUSAL.search(reason):
+            needed, allowed = (
+                f"{int(one.replace(',', '')) / 1e9:,.0f} GB" for one in found.group(1, 3)
+            )
+            yield f"{told}, for it needs {needed} of {found[2]} memory and {allowed} are allowed"
+        else:
+            yield f"{told}: {reason}" if reason else told
         return
     if line["agrees"] is False and line["system"] != REFERENCE:
         gap = f"{line['max_loss_difference']:.0e}"
@@ -235,11 +238,3 @@ def _notes(line: pd.Series) -> Iterator[str]:
     faster = windows.is_monotonic_decreasing and windows.iloc[-1] < 0.98 * windows.mean()
     if faster and line["num_repeats"] == 1:
         yield "its windows were still getting faster, so its speed is too low"
-
-
-def _why(reason: str) -> str:
-    if found := REFUSAL.search(reason or ""):
-        needed, kind, allowed = found.groups()
-        sizes = [f"{int(size.replace(',', '')) / 1e9:,.0f} GB" for size in (needed, allowed)]
-        return f", for it needs {sizes[0]} of {kind} memory and {sizes[1]} are allowed"
-    return f": {reason}" if reason else ""

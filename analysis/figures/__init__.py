@@ -22,12 +22,11 @@ def all_figures(lines: pd.DataFrame, results: Path) -> Iterator[tuple[str, Calla
     for study, mine in told:
         if of_study.drawable(study, mine):
             beside = [studies.leading(*one) for one in told if one[0].name in study.beside]
-            marks = pd.concat(beside) if beside else None
-            yield study.name, partial(of_study.draw, study, mine, marks)
+            yield study.name, partial(of_study.draw, study, mine, beside)
     current = lines[~lines["superseded"]]
     if (current["study"] == of_record.HEADLINE).any():
         for name, (_, draw) in of_record.DRAWN.items():
             yield name, partial(draw, current)
     recorded = [step.load(path)[0] for path in sorted((results / "timelines").glob("*.json"))]
     if recorded:
-        yield "timeline", partial(step.compare, recorded)
+        yield "timeline", partial(step.draw, recorded)

@@ -34,13 +34,8 @@ def memory(lines: pd.DataFrame) -> Figure:
     its peak, host as observed."""
     lines = studies.leading(studies.listed()[HEADLINE], lines[lines["study"] == HEADLINE])
     shown = lines[lines["tokens_per_s"].notna()].sort_values("tokens_per_s")
-    plans = {
-        "device": [plan.get("device", {}) for plan in shown["plan"]],
-        "host": [
-            split or plan.get("host", {})
-            for split, plan in shown[["host_split", "plan"]].to_numpy()
-        ],
-    }
+    device = [plan.get("device", {}) for plan in shown["plan"]]
+    plans = {"device": device, "host": list(shown["host_split"])}
     figure, places = Figure(figsize=(style.PAGE_IN, 1.5 + 0.36 * len(shown))), range(len(shown))
     panels = figure.subplots(1, 2, sharey=True)
     for axes, (where, sizes) in zip(panels, plans.items(), strict=True):

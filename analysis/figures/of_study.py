@@ -1,6 +1,6 @@
 """The figures that a study can ask for by its `figure` in studies.yaml."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pandas as pd
@@ -23,65 +23,58 @@ Look = dict[str, Any]
 
 
 def drawable(study: Study, lines: pd.DataFrame) -> bool:
-    """Whether the study has a figure and anything for it."""
-    measured = studies.leading(study, lines)["tokens_per_s"].notna()
-    return study.figure != "none" and bool(measured.any())
+    """Whether anything was measured that a figure could show."""
+    return bool(studies.leading(study, lines)["tokens_per_s"].notna().any())
 
 
-def draw(study: Study, lines: pd.DataFrame, beside: pd.DataFrame | None = None) -> Figure:
+def draw(study: Study, lines: pd.DataFrame, beside: Iterable[pd.DataFrame] = ()) -> Figure:
     """The figure of a study's lines: of all runs for lines along x, else of the leading one."""
     lead = studies.leading(study, lines)
     if study.figure == "lines":
-        marks = lines[:0] if beside is None else beside
-        return along(study, pd.concat([lead, lines.drop(lead.index)]), marks)
-    kinds = {"comparison": systems, "bars": settings, "losses": losses, "quality": quality}
+        ordered = pd.concat([lead, lines.drop(lead.index)])
+        return along(study, ordered, pd.concat([lines[:0], *beside]))
+    kinds = {"comparison": bars, "bars": bars, "losses": losses, "quality": quality}
+    if study.figure not in kinds:
+        allowed = f"allowed {', '.join(kinds)}, lines; choose one"
+        raise ValueError(f"studies.yaml: {study.name}.figure: got {study.figure!r}, {allowed}")
     return kinds[study.figure](study, max(studies.parts(study, lead), key=len))
 
 
-def systems(study: Study, lines: pd.DataFrame) -> Figure:
-    """Throughput with its interval and ratio, and memory. Hollow: what is not ranked."""
-    shown = lines[lines["tokens_per_s"].notna()]
-    shown = shown.assign(label=tables.labels(shown), may=speeds.comparable(shown))
-    shown = shown.sort_values(["may", "tokens_per_s"])
-    ratios = tables.ratios(study, shown).map(lambda one: one.times, na_action="ignore")
+def bars(study: Study, lines: pd.DataFrame) -> Figure:
+    """Throughput with its interval, and memory: of systems with their ratios, the fastest above and
+    hollow what is not ranked; of settings in order with their changes, and of a rung of the ladder
+    with that from the rung before."""
+    shown = tables.sort(study, lines[lines["tokens_per_s"].notna()])
+    about, found = f"{names.setup(shown)}; bars: 95% intervals", tables.ratios(study, shown)
     figure = Figure(figsize=(style.PAGE_IN, 0.75 + 0.36 * len(shown)))
     speed, memory = figure.subplots(1, 2, width_ratios=(3, 2), sharey=True)
-    style.bars(speed, shown, ratios.where(shown["may"], "other losses"))
+    if study.compares:
+        may, times = speeds.comparable(shown), found.map(lambda one: one.times, na_action="ignore")
+        words = times.where(may, "other losses")
+        shown = shown.assign(label=tables.labels(shown), words=words, may=may)
+        shown = shown.sort_values(["may", "tokens_per_s"], ascending=False)
+    else:
+        against, steps = tables.base_title(study), [line for _, line in shown.iterrows()]
+        if study.x == "system.preset":
+            against = "the bar above, to which each adds one switch"
+            found[1:] = [speeds.ratio(*pair) for pair in zip(steps[1:], steps, strict=False)]
+        about += f"; changes are against {against}"
+        labels = [", ".join(tables.value(line, path) for path in study.axes) for line in steps]
+        words = found.map(lambda one: one.change, na_action="ignore")
+        shown = shown.assign(label=labels, words=words)
+    style.bars(speed, shown, shown["words"])
     speed.xaxis.set_major_locator(MaxNLocator(5))
     speed.set_xlim(0, 1.36 * shown["tokens_per_s"].max())
     speed.set_yticks(range(len(shown)), shown["label"].str.replace(", ", ",\n", n=1))
+    speed.invert_yaxis()
     device, host = (shown[name].fillna(0.0) for name in ("device_gb", "host_gb"))
-    memory.barh(range(len(shown)), device, height=0.67, color="#4a4a4a", label="GPU")
-    look: Any = {"height": 0.67, "color": "#c9c9c9", "label": "host"}
-    bars = memory.barh(range(len(shown)), host, left=device, **look)
+    memory.barh(speed.get_yticks(), device, height=0.67, color="#4a4a4a", label="GPU")
+    look: Look = {"left": device, "height": 0.67, "color": "#c9c9c9", "label": "host"}
     known = [f"{gpu:.3g} + {rest:.3g}" for gpu, rest in zip(device, host, strict=True)]
-    memory.bar_label(bars, known, padding=5, fontsize=7)
+    memory.bar_label(memory.barh(speed.get_yticks(), host, **look), known, padding=5, fontsize=7)
     memory.set(xlabel="peak memory (GB)", xlim=(0, 1.3 * (device + host).max() or 1))
     memory.grid(axis="y", visible=False)
     memory.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2)
-    about = f"{names.setup(lines)}; bars: 95% intervals"
-    style.titled(figure, answers.answer(study, lines), about)
-    return figure
-
-
-def settings(study: Study, lines: pd.DataFrame) -> Figure:
-    """Each setting with its change from its base; a rung of the ladder, from the one before."""
-    shown = tables.sort(study, lines[lines["tokens_per_s"].notna()])
-    ladder, found = study.x == "system.preset", tables.ratios(study, shown)
-    axis = [tables.values(shown, path) for path in study.axes]
-    labels = [", ".join(words) for words in zip(*axis, strict=True)]
-    if ladder:
-        steps = [line for _, line in shown.iterrows()]
-        found[1:] = [speeds.ratio(*pair) for pair in zip(steps[1:], steps, strict=False)]
-        labels[1:] = [f"+ {label}" for label in labels[1:]]
-    figure = Figure(figsize=(style.PAGE_IN * 0.8, 0.9 + 0.3 * len(shown)))
-    axes = figure.subplots()
-    style.bars(axes, shown, found.map(lambda one: one.change, na_action="ignore"))
-    axes.set_yticks(range(len(shown)), labels)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.25 * shown["tokens_per_s"].max())
-    against = "the bar above" if ladder else tables.base_title(study)
-    about = f"{names.setup(lines)}; changes are against {against}"
     style.titled(figure, answers.answer(study, lines), about)
     return figure
 
@@ -116,7 +109,15 @@ def along(study: Study, lines: pd.DataFrame, beside: pd.DataFrame) -> Figure:
     for family, mine in told.groupby("system", sort=False):
         look = {"label": f"{names.family_name(str(family))}, paper", "markerfacecolor": "white"}
         axes.errorbar(mine["x"], mine["y"], linestyle=":", **look, **names.look(str(family)))
-    _axes(axes, study, sorted({*shown[study.x].dropna(), *told["x"]}))
+    known, x = sorted({*shown[study.x].dropna(), *told["x"]}), str(study.x)
+    words = [names.value(x, value).removesuffix("B") for value in known]
+    if x in SCALED:
+        axes.set_xscale("log", base=2)
+    axes.set_xticks([float(value) for value in known], words)
+    axes.minorticks_off()
+    axes.set(xlabel=names.setting(x), ylabel=names.setting(study.value), ylim=(0, None))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     about = f"{names.setup(ready)}; bars: 95% intervals"
     about += "; a line or single mark: one run" if shown["run"].nunique() > 1 else ""
     about += ", rivals on other machines" if len(shown) > len(ready) else ""
@@ -127,7 +128,7 @@ def along(study: Study, lines: pd.DataFrame, beside: pd.DataFrame) -> Figure:
 
 def _series(study: Study, shown: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame, Look]]:
     """(label, lines, colour and marker) of every hue."""
-    if not study.hue or study.of_systems:
+    if study.hue in (None, "system"):
         for (family, _), mine in shown.groupby(["family", "mode"], sort=False):
             yield names.name(mine.iloc[0]), mine, names.look(str(family))
         return
@@ -156,37 +157,23 @@ def _rivals(study: Study, shown: pd.DataFrame, beside: pd.DataFrame) -> pd.DataF
     return near.loc[near.groupby(["run", "family", str(study.x)])["tokens_per_s"].idxmax()]
 
 
-def _axes(axes: Axes, study: Study, known: list[Any]) -> None:
-    x = str(study.x)
-    if x in SCALED:
-        axes.set_xscale("log", base=2)
-    words = [names.value(x, value) for value in known]
-    bare = [word.removesuffix("B") for word in words] if x == "num_params" else words
-    axes.set_xticks([float(value) for value in known], bare)
-    axes.minorticks_off()
-    axes.set(xlabel=names.setting(x), ylabel=names.setting(study.value), ylim=(0, None))
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
-
-
 def quality(study: Study, lines: pd.DataFrame) -> Figure:
     """Whether systems learn the same: held-out loss against tokens and against hours."""
     shown = lines[lines["tokens_per_s"].notna()]
+    shown = shown.assign(label=tables.labels(shown))
     figure = Figure(figsize=(style.PAGE_IN, 3.2))
     tokens, hours = figure.subplots(1, 2, sharey=True)
-    for at, (label, (_, line)) in enumerate(
-        zip(tables.labels(shown), shown.iterrows(), strict=True)
-    ):
-        width = 1.2 + 0.4 * max(0, 4 - at)  # equal curves show, all of them
-        look: Any = names.look(line["family"]) | {"marker": "", "linestyle": DASHES[at % 4]}
+    for at, (_, line) in enumerate(shown.iterrows()):
+        look = names.look(line["family"]) | {"marker": "", "linestyle": DASHES[at % 4]}
+        look |= {"linewidth": 1.2 + 0.4 * max(0, 4 - at), "label": line["label"]}  # equal ones show
         seen = pd.DataFrame(line["heldout"], columns=["tokens", "seconds", "loss"])
-        tokens.plot(seen["tokens"] / 1e6, seen["loss"], linewidth=width, label=label, **look)
-        hours.plot(seen["seconds"] / 3600, seen["loss"], linewidth=width, **look)
+        tokens.plot(seen["tokens"] / 1e6, seen["loss"], **look)
+        hours.plot(seen["seconds"] / 3600, seen["loss"], **look)
     tokens.set(xlabel="million tokens", ylabel="held-out loss (nats)")
     hours.set(xlabel="hours of training")
     hours.xaxis.set_major_locator(MaxNLocator(4))
-    about = names.setup(lines)
-    about += "; LoRA trains another function" if shown["system"].isin(ADAPTERS).any() else ""
+    adapters = "; LoRA trains another function" if shown["system"].isin(ADAPTERS).any() else ""
     handles = tokens.get_legend_handles_labels()[0]
+    about = f"{names.setup(lines)}{adapters}"
     style.titled(figure, answers.answer(study, lines), about, legend=handles, columns=4)
     return figure

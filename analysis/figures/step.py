@@ -89,9 +89,13 @@ def _step(path: Path, kind: str, plain: dict[str, Any]) -> Step:
     return Step(name=name, step_s=step_s, intervals=known, predicted=kind == "predicted")
 
 
-def draw(steps: Sequence[Step], title: str) -> Figure:
+def draw(steps: Sequence[Step]) -> Figure:
     """One panel a step, the longest first: how long each lane works, and how much is hidden."""
     ordered = sorted(steps, key=lambda step: -step.step_s)
+    long, short = ordered[0], ordered[-1]
+    ratio = f"{long.step_s / short.step_s:.1f}x between them"
+    apart = f"A 7B step of {long.name} and of {short.name}: {ratio}"
+    title = apart if long.name != short.name else long.name
     heights = [len(step.lanes) for step in ordered]
     figure = Figure(figsize=(style.PAGE_IN, 1.1 + sum(0.3 + 0.17 * lanes for lanes in heights)))
     panels = figure.subplots(len(ordered), height_ratios=heights, sharex=True, squeeze=False).flat
@@ -108,13 +112,6 @@ def draw(steps: Sequence[Step], title: str) -> Figure:
     about = "hidden: share of a lane's work during which the device computes"
     style.titled(figure, title, about, legend=handles)
     return figure
-
-
-def compare(recorded: Sequence[Step]) -> Figure:
-    """Several recorded steps, with how far the longest and the shortest lie apart."""
-    short, long = (end(recorded, key=lambda one: one.step_s) for end in (min, max))
-    ratio = f"{long.step_s / short.step_s:.1f}x between them"
-    return draw(recorded, f"A 7B step of {long.name} and of {short.name}: {ratio}")
 
 
 def _panel(axes: Axes, step: Step) -> None:

@@ -13,7 +13,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from traitlets.config import Config
 
-from analysis import whole
+from analysis import record
 
 FOLDER = Path(__file__).parent
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.ipynb")))
@@ -41,5 +41,5 @@ def execute() -> Iterator[Path]:
     """Execute all of them; the path of each as it is written."""
     for name in NAMES:
         path = FOLDER / f"{name}.ipynb"
-        whole.write(path, f"{nbformat.writes(executed(name))}\n".encode())
+        record.write(path, f"{nbformat.writes(executed(name))}\n".encode())
         yield path

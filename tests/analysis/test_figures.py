@@ -21,7 +21,7 @@ DRAWN = dict(figures.all_figures(LINES, record.RESULTS))
 
 
 def test_each_study_and_the_whole_record_have_their_picture() -> None:
-    shown = {study.name for study, _ in studies.shown(LINES) if study.figure != "none"}
+    shown = {study.name for study, _ in studies.shown(LINES)}
     assert set(DRAWN) == shown | set(figures.TITLES)
     assert {path.stem for path in (record.RESULTS / "figures").glob("*.png")} == set(DRAWN)
 
@@ -87,7 +87,7 @@ def test_a_recorded_step_is_read_and_hidden_shares_follow_from_its_intervals(tmp
     assert fast.busy_s("compute") == pytest.approx(2.33, abs=0.01)
     assert fast.hidden_share("cpu") == pytest.approx(0.79, abs=0.01)
     assert fast.hidden_share("compute") is None
-    style.drawn(lambda: step.draw(steps, "fast"))
+    style.drawn(lambda: step.draw(steps))
     for content in ("", "[]", '{"measured": {"step_s": 1, "intervals": [["a", "b", 0, 2]]}}'):
         bad = tmp_path / "bad.timeline.json"
         bad.write_text(content)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis import numbers, record, report, studies
+from analysis import names, numbers, record, report, studies
 from tests.analysis.test_record import BOOT, OTHER, measured
 from tests.made_rows import save
 
@@ -96,5 +96,6 @@ def test_a_number_says_what_it_should() -> None:
     assert numbers.number("runs", "vs_zero3_7b/fast/twinflow", three) == "three runs"
     assert numbers.number("repeats", "vs_zero3_14b/fast", LINES) == "three"
     assert numbers.number("most", "context_length", LINES) == "512K"
-    assert numbers.number("name", "vs_zero3_7b/rival", LINES) == "Twin-Flow, compiled"
+    rival = numbers.line(numbers.run_of("vs_zero3_7b", LINES), "rival")
+    assert names.name(rival) == "Twin-Flow, compiled"
     assert BOOT["boot"] not in numbers.number("machine", "vs_zero3_14b/fast", LINES)
