@@ -53,7 +53,7 @@ class Study:
 def listed(path: Path = PATH) -> dict[str, Study]:
     """The studies of the file by name. Raises ValueError, one line, for an entry that is none."""
     found = {}
-    for name, entry in yaml.safe_load(path.read_text(encoding="utf-8")).items():
+    for name, entry in (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).items():
         try:
             found[name] = Study(name=name, **{"experiments": [name]} | entry)
         except TypeError as error:

@@ -7,6 +7,7 @@ import pytest
 
 from analysis import __main__ as command
 from analysis import report, rows, studies, tables
+from analysis.figures import of_study
 from tests.made_rows import CPU, framed, row, save
 from tests.study_rows import batch_rows, config, factor_rows, grid_rows, ladder_rows, size_rows
 
@@ -17,6 +18,21 @@ def test_an_axis_of_studies_yaml_that_no_row_has_is_one_line(monkeypatch) -> Non
     monkeypatch.setattr(studies, "listed", lambda: {bad.name: bad})
     with pytest.raises(ValueError, match=r"studies.yaml: double_buffering.x: got 'system.bogus'"):
         list(report.sections(framed(grid_rows())))
+
+
+@pytest.mark.parametrize("entry", ["{title: Mine, bogus: 1}", "{figure: bars}", ""])
+def test_an_entry_of_studies_yaml_that_is_none_is_one_line(entry: str, tmp_path: Path) -> None:
+    path = tmp_path / "studies.yaml"
+    path.write_text(f"mine: {entry}\n")
+    with pytest.raises(ValueError, match=r"studies.yaml: mine: .*allowed") as caught:
+        studies.listed(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_figure_that_there_is_not_is_one_line() -> None:
+    ((known, lines),) = report.sections(framed(grid_rows()))
+    with pytest.raises(ValueError, match=r"figure: got 'pie', allowed comparison, bars"):
+        of_study.draw(dataclasses.replace(known, figure="pie"), lines)
 
 
 def run(capsys, *arguments: object) -> tuple[int, str, str]:
