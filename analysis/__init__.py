@@ -1,1 +1,1 @@
-"""Rows -> frame -> tables and figures. Imports nothing of the other rooms but sweeps.result."""
+"""Rows -> frame -> tables and figures. Imports of the other rooms only what reads rows."""

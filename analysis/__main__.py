@@ -9,12 +9,9 @@ from typing import Any
 
 from rich.console import Console
 
-from analysis import figures, record, report, studies, tables, whole
+from analysis import figures, record, report, studies, tables
 from analysis.figures import style
 from sweeps.command_line import Parser, mend_streams
-
-PIPED_WIDTH = 110
-"""Columns when the output is not a terminal."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,14 +51,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--hue", metavar="FIELD", help="what a line or bar stands for: a config path, or system")
     add("--out", metavar="DIR", type=Path, help="folder of the report (default: beside the rows)")
 
-    add = command("figures", _figures, "Draw the record's pictures again.")
-    formats = "png (default); pdf and svg come with LaTeX tables"
+    told = "Draw the record's pictures again."
+    add = command("figures", lambda options: _figures(options.results, options.format), told)
+    formats = "png into the record (default); pdf or svg, with LaTeX tables, into outputs/figures"
     add("--format", choices=("png", "pdf", "svg"), default="png", help=formats)
-    place = "where to draw them (default: the record for png, else outputs/figures)"
-    add("--out", metavar="DIR", type=Path, help=place)
 
     told = "Write the record's pages, and fill the numbers in README and docs."
     command("docs", lambda options: report.refresh(options.results), told)
+    told = "Execute the notebooks again, and write their outputs into them."
+    command("notebooks", _notebooks, told, of_record=False)
     add = command("add", _add, "File measured rows, then draw and write what they change.")
     add("paths", nargs="+", metavar="PATH", type=Path, help="a rows file, or a folder of some")
     return parser
@@ -69,31 +67,33 @@ def _parser() -> argparse.ArgumentParser:
 
 def _report(options: argparse.Namespace) -> list[Path]:
     known = sys.stdout.isatty() or "COLUMNS" in os.environ
-    console = Console(width=None if known else PIPED_WIDTH)
+    console = Console(width=None if known else 110)  # columns of what is no terminal
     return report.report(options.paths, options.out, x=options.x, hue=options.hue, console=console)
 
 
-def _figures(options: argparse.Namespace) -> list[Path]:
+def _figures(results: Path, kind: str = "png") -> list[Path]:
     """The pictures and, beside a format for papers, the tables as LaTeX."""
-    lines = record.lines(options.results)
-    in_record = options.format == "png" and options.out is None
-    place = options.results / report.FIGURES if in_record else Path("outputs/figures")
-    folder, kind = options.out or place, options.format
-    drawn = figures.all_figures(lines, options.results)
+    lines, in_record = record.lines(results), kind == "png"
+    folder = results / report.FIGURES if in_record else Path("outputs/figures")
+    drawn = figures.all_figures(lines, results)
     wanted = {folder / f"{name}.{kind}": style.drawn(draw, kind) for name, draw in drawn}
-    if not in_record:
-        for study, mine in studies.shown(lines):
-            wanted[folder / f"{study.name}.tex"] = tables.latex(study, mine).encode()
-    whole.write_changed(wanted, folder.glob("*.png") if in_record else ())
+    for study, mine in () if in_record else studies.shown(lines):
+        wanted[folder / f"{study.name}.tex"] = tables.latex(study, mine).encode()
+    record.write_changed(wanted, folder.glob("*.png") if in_record else ())
     return list(wanted)
 
 
 def _add(options: argparse.Namespace) -> Iterable[object]:
     """File the rows, then draw and write what they change."""
     yield from record.add(options.paths, options.results)
-    drawn = _figures(argparse.Namespace(results=options.results, format="png", out=None))
-    yield f"{len(drawn)} pictures drawn"
+    yield f"{len(_figures(options.results))} pictures drawn"
     yield from report.refresh(options.results)
+
+
+def _notebooks(_: argparse.Namespace) -> Iterable[object]:
+    from analysis.notebooks import run  # needs what .[dev] installs
+
+    return run.execute()
 
 
 if __name__ == "__main__":

@@ -9,19 +9,15 @@ import yaml
 WORDS = yaml.safe_load(Path(__file__).with_name("names.yaml").read_text(encoding="utf-8"))
 """What people read; the file says what stands for what."""
 SYSTEMS: dict[str, tuple[str, str, str]] = WORDS["systems"]
-MODES: dict[str, str] = WORDS["modes"]
 STATUSES: dict[str, str] = WORDS["statuses"]
-THROTTLES: dict[str, str] = WORDS["throttles"]
 SETTINGS: dict[str, str] = WORDS["settings"]
 VALUES: dict[str, dict[Any, str]] = WORDS["values"]
-OTHER = ("#a0a0a0", "X")
-"""Colour and marker of a system that the file does not name."""
 
 
 def throttled(reasons: Any) -> str:
     """`power 80%`: what held the clock down, for which share of the time; nothing where unknown."""
     known = pd.Series(reasons if isinstance(reasons, dict) else {}, dtype=float)
-    shares = known.groupby(pd.Series(THROTTLES), sort=False).max()
+    shares = known.groupby(pd.Series(WORDS["throttles"]), sort=False).max()
     return ", ".join(f"{word} {share:.0%}" for word, share in shares.items())
 
 
@@ -34,33 +30,15 @@ def family_name(family: str) -> str:
 
 def name(line: Any) -> str:
     """`Twin-Flow, activations kept, compiled`: the family and how it was run."""
-    modes = [MODES.get(word, word) for word in line["mode"].split()]
+    modes = [WORDS["modes"].get(word, word) for word in line["mode"].split()]
     return ", ".join([family_name(line["family"]), *modes])
-
-
-def short_name(line: Any, others: pd.DataFrame) -> str:
-    """The name, less what all rivals in `others` share: what is true of all tells nothing apart."""
-    rivals = others[~others["family"].str.startswith("megatrain")]
-    words = [set(mode.split()) for mode in rivals["mode"]]
-    shared = set.intersection(*words) if words else set()
-    mode = " ".join(word for word in line["mode"].split() if word not in shared)
-    return name({"family": line["family"], "mode": mode})
 
 
 def look(family: str) -> dict[str, Any]:
     """The family's colour and marker."""
-    return {"color": color(family), "marker": marker(family)}
-
-
-def color(family: str) -> str:
-    """The family's colour."""
-    usual = SYSTEMS["megatrain"] if family.startswith("megatrain") else ("", *OTHER)
-    return SYSTEMS.get(family, usual)[1]
-
-
-def marker(family: str) -> str:
-    """The family's marker."""
-    return SYSTEMS.get(family, ("", *OTHER))[2]
+    other = SYSTEMS["megatrain"] if family.startswith("megatrain") else ("", "#a0a0a0", "X")
+    _, color, marker = SYSTEMS.get(family, other)
+    return {"color": color, "marker": marker}
 
 
 def setting(path: str) -> str:
@@ -106,5 +84,4 @@ def work(lines: pd.DataFrame) -> str:
 
 def setup(lines: pd.DataFrame) -> str:
     """What was trained, and on which machine: what stands below every figure."""
-    parts = work(lines), machine(lines)
-    return "; ".join(filter(None, parts))
+    return "; ".join(filter(None, [work(lines), machine(lines)]))

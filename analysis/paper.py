@@ -14,16 +14,14 @@ from analysis.studies import Study
 
 CSV = Path(__file__).with_name("paper.csv")
 SIZES = {"7B": 7615616512, "14B": 14770033664, "32B": 32763876352}
-OURS = {"megatrain": ("megatrain_fast", "megatrain_long", "megatrain_stream")}
+OURS = dict.fromkeys(["megatrain_fast", "megatrain_long", "megatrain_stream"], "megatrain")
 """Which of our systems is the paper's, where it has another name; of several the fastest counts."""
-NUMERIC = ("value", "batch_size", "seq_len")
 
 
 def claims() -> pd.DataFrame:
-    """Every claim, in order; `oom` where it ran out of memory."""
-    found = pd.read_csv(CSV, dtype=str, keep_default_na=False)
-    numbers = {name: pd.to_numeric(found[name].replace("OOM", "")) for name in NUMERIC}
-    return found.assign(oom=found["value"] == "OOM", **numbers)
+    """Every claim, in order; its value is infinite where it ran out of memory."""
+    found = pd.read_csv(CSV).fillna({"flag": ""})
+    return found.assign(value=found["value"].replace("OOM", "inf").astype(float))
 
 
 def along(study: Study) -> pd.DataFrame:
@@ -34,43 +32,33 @@ def along(study: Study) -> pd.DataFrame:
     told = claims()
     told = told[(told["study"] == study.paper) & (told["hardware"] == "GH200")]
     if study.value == "tflops_6p":
-        told = told[told["metric"] == "tflops"].assign(y=told["value"], x=told["model"].map(SIZES))
+        told = told[(told["metric"] == "tflops") & (told["value"] < float("inf"))]
+        told = told.assign(x=told["model"].map(SIZES), y=told["value"])
     else:
         told = told[(told["metric"] == "step_s") & ~told["flag"].str.contains("would need")]
-        told = told.assign(
-            y=told["batch_size"] * told["seq_len"] / told["value"], x=told["seq_len"]
-        )
+        speed = told["batch_size"] * told["seq_len"] / told["value"]
+        told = told.assign(x=told["seq_len"], y=speed)
     return told.dropna(subset=["x", "y"])[["system", "x", "y"]]
 
 
 def table(lines: pd.DataFrame) -> pd.DataFrame:
-    """Claims of TFLOPS, each with the fastest line here of the same system, model and length."""
-    ready = lines[speeds.comparable(lines)]
-    told = claims()
+    """Claims of TFLOPS, each with the fastest line here of the same system, model and length: 6P a
+    token, and with the paper's term for attention where the claim is of long contexts."""
+    told, shared = claims(), ["system", "model", "seq_len"]
     told = told[(told["metric"] == "tflops") & told["study"].isin(["headline", "context"])]
-    here = []
-    for _, claim in told.iterrows():
-        same = ready["family"].isin(OURS.get(claim["system"], (claim["system"],)))
-        same &= ready["model"] == f"qwen2.5-{claim['model'].lower()}"
-        mine = ready[same & (ready["seq_len"] == claim["seq_len"])]
-        attention = claim["study"] == "context"
-        best = tflops(speeds.fastest(mine), attention=attention) if len(mine) else None
-        here.append("—" if best is None else f"{best:,.0f}")
+    mine = lines[speeds.comparable(lines)]
+    size = mine["model"].str.removeprefix("qwen2.5-").str.upper()
+    mine = mine.assign(system=mine["family"].replace(OURS), model=size)
+    told = told.join(mine.groupby(shared)[["tflops_6p", "tflops_paper"]].max(), on=shared)
+    here = told["tflops_paper"].where(told["study"] == "context", told["tflops_6p"])
     shown = {
         "system": told["system"].map(names.family_name),
         "model": told["model"],
         "tokens": told["seq_len"].map("{:,.0f}".format),
         "the paper's machine": told["hardware"],
-        "paper": told["value"].map("{:,.0f}".format).mask(told["oom"], "out of memory"),
-        "here": here,
+        "paper": told["value"].map("{:,.0f}".format).replace("inf", "out of memory"),
+        "here": here.map("{:,.0f}".format, na_action="ignore").fillna("—"),
         "unit": "TFLOPS",
         "doubt": told["flag"],
     }
     return pd.DataFrame(shown)
-
-
-def tflops(line: pd.Series, *, attention: bool) -> float:
-    """10^12 operations a second: 6P a token and, on request, the paper's 12 L h T."""
-    layers, hidden = (line[f"model.config.{name}"] for name in ("num_hidden_layers", "hidden_size"))
-    work = 6 * line["num_params"] + (12 * layers * hidden * line["seq_len"] if attention else 0)
-    return float(work * line["tokens_per_s"] / 1e12)

@@ -8,33 +8,19 @@ All three are written by `python -m analysis add PATH`, never by hand. Invariant
 once, a file only grows, and a file appears whole or not at all.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import yaml
 
-from analysis import rows, speeds, studies, whole
+from analysis import rows, speeds, studies
 
 RESULTS = Path(__file__).parent / "results"
 MACHINES, SHARED = "machines.yaml", "shared.yaml"
-
-
-def load(results: Path = RESULTS) -> pd.DataFrame:
-    """The rows of the record with their `study`, and whether a later run supersedes theirs."""
-    found = rows.frame(results)
-    copies = [
-        found[(found["source"].map(_place) == origin) & (found["cell"] == cell)].assign(
-            **dict(zip(("experiment", "run"), place.split("/"), strict=True))
-        )
-        for place, cells in _yaml(results / SHARED).items()
-        for cell, origin in cells.items()
-    ]
-    found = studies.assigned(pd.concat([found, *copies], ignore_index=True))
-    old = [(study.name, run) for study in studies.listed().values() for run in study.superseded]
-    return found.assign(superseded=found.set_index(["study", "run"]).index.isin(old))
+HEAD = "# Written by `python -m analysis add`; what it means is said in analysis/record.py.\n"
 
 
 def lines(results: Path = RESULTS) -> pd.DataFrame:
@@ -42,9 +28,22 @@ def lines(results: Path = RESULTS) -> pd.DataFrame:
     return speeds.lines(load(results))
 
 
+def load(results: Path = RESULTS) -> pd.DataFrame:
+    """The rows of the record with their `study`, and whether a later run supersedes theirs."""
+    found = rows.frame(results)
+    places, copies = found["source"].map(_place), []
+    for place, cells in _yaml(results / SHARED).items():
+        experiment, run = place.split("/")
+        for cell, origin in cells.items():
+            mine = found[(places == origin) & (found["cell"] == cell)]
+            copies.append(mine.assign(experiment=experiment, run=run))
+    found = studies.assigned(pd.concat([found, *copies], ignore_index=True))
+    old = [(study.name, run) for study in studies.listed().values() for run in study.superseded]
+    return found.assign(superseded=found.set_index(["study", "run"]).index.isin(old))
+
+
 def _place(source: str) -> str:
-    path = Path(source)
-    return f"{path.parent.name}/{path.stem}"
+    return "/".join(Path(source).with_suffix("").parts[-2:])
 
 
 def _yaml(path: Path) -> dict[str, Any]:
@@ -59,64 +58,63 @@ def add(sources: Iterable[Path], results: Path = RESULTS) -> list[str]:
     found = studies.assigned(rows.every_row(*sources))
     _refuse(found)
     known = rows.every_row(results) if any(results.rglob("*.jsonl")) else found[:0]
-    filed = dict(zip(_measurements(known), known["source"].map(_place), strict=True))
-    new: dict[str, list[bytes]] = defaultdict(list)
-    shared: dict[str, dict[str, str]] = defaultdict(dict, _yaml(results / SHARED))
-    again: dict[str, int] = defaultdict(int)
+    homes = dict(zip(_measurement(known), known["source"].map(_place), strict=True))
     copied = found["experiment"] != [config.get("experiment") for config in found["config"]]
-    found = pd.concat([found[~copied], found[copied]])
-    for key, (_, row) in zip(_measurements(found), found.iterrows(), strict=True):
-        place = f"{row['study']}/{row['run']}"
-        if key not in filed:
-            lines = [line for line in Path(row["source"]).read_bytes().split(b"\n") if line.strip()]
-            new[place].append(lines[row["position"]] + b"\n")
-            filed[key] = place
-        elif filed[key] == place:
-            again[place] += 1
-        else:
-            shared[f"{row['experiment']}/{row['run']}"][row["cell"]] = filed[key]
-    wanted = {results / f"{place}.jsonl": b"".join(added) for place, added in new.items()}
-    for path in filter(Path.exists, wanted):
-        wanted[path] = path.read_bytes() + wanted[path]
-    whole.write_changed(wanted)
-    _write_yaml(results / SHARED, dict(sorted(shared.items())))
-    _write_yaml(results / MACHINES, machines(rows.every_row(results)))
+    found = pd.concat([found[~copied], found[copied]])  # of two studies the one that measured it
+    key, place = _measurement(found), found["study"] + "/" + found["run"]
+    new = ~key.isin(homes) & ~key.duplicated()
+    found = found.assign(home=[homes.setdefault(*pair) for pair in zip(key, place, strict=True)])
+    wanted = {}
+    for to, mine in found[new].groupby(place):
+        path = results / f"{to}.jsonl"
+        old = path.read_bytes() if path.exists() else b""
+        wanted[path] = old + b"".join(_line(row) for _, row in mine.iterrows())
+    shared = _yaml(results / SHARED)
+    for _, row in found[found["home"] != place].iterrows():
+        shared.setdefault(f"{row['experiment']}/{row['run']}", {})[row["cell"]] = row["home"]
+    write_changed(wanted)
+    kinds = machines(rows.every_row(results))
+    for name, content in {SHARED: dict(sorted(shared.items())), MACHINES: kinds}.items():
+        text = HEAD + yaml.safe_dump(content, sort_keys=False, width=120)
+        write(results / name, text.encode())
+    counts = new[found["home"] == place].groupby(place).agg(["sum", "size"])
     told = []
-    for place in sorted({*new, *again}):
-        old = f", {again[place]} known" if again[place] else ""
-        told.append(f"{place}: {len(new[place])} new row{'s' * (len(new[place]) != 1)}{old}")
+    for to, added, all in counts.itertuples():
+        again = f", {all - added} known" if all > added else ""
+        told.append(f"{to}: {added} new row{'' if added == 1 else 's'}{again}")
     return told
 
 
-def _measurements(found: pd.DataFrame) -> list[tuple[str, str]]:
+def _measurement(found: pd.DataFrame) -> pd.Series:
     """What two rows of one measurement share: a study may have copied another's."""
-    return list(zip(found["cell"], found["started_at"], strict=True))
+    return found["cell"] + " " + found["started_at"]
+
+
+def _line(row: pd.Series) -> bytes:
+    """The row as it stands in its file."""
+    lines = Path(str(row["source"])).read_bytes().split(b"\n")
+    return [line for line in lines if line.strip()][int(row["position"])] + b"\n"
 
 
 def _refuse(found: pd.DataFrame) -> None:
     for _, row in found.iterrows():
-        got = row["source"]
         commit = row["git_commit"] if isinstance(row["git_commit"], str) else "unknown"
         if not row["machine_details"].get("gpu"):
-            why = "allowed rows of a GPU; CPU speeds say nothing about GPUs"
-            raise ValueError(f"{got}: got rows measured without a GPU, {why}")
+            why = "got rows measured without a GPU, allowed rows of a GPU"
+            raise ValueError(f"{row['source']}: {why}; CPU speeds say nothing about GPUs")
         if commit == "unknown" or commit.endswith("-dirty") or not row["started_at"]:
-            raise ValueError(
-                f"{got}: got a row of commit {commit}, started {row['started_at'] or 'never'}, "
-                "allowed rows of a clean checkout; commit, and measure it again"
-            )
-
-
-def _write_yaml(path: Path, content: dict[str, Any]) -> None:
-    head = "# Written by `python -m analysis add`; what it means is said in analysis/record.py.\n"
-    whole.write(path, (head + yaml.safe_dump(content, sort_keys=False, width=120)).encode())
+            got = f"got a row of commit {commit}, started {row['started_at'] or 'never'}"
+            allowed = "allowed rows of a clean checkout; commit, and measure it again"
+            raise ValueError(f"{row['source']}: {got}, {allowed}")
 
 
 def machines(found: pd.DataFrame) -> dict[str, Any]:
     """Each kind of machine, and each boot with its lowest and highest matrix peak."""
-    kinds: dict[str, Any] = {}
+    kinds = {}
     for name, part in found.groupby("machine"):
         details = max(part["machine_details"], key=lambda one: one.get("device_bytes") or 0)
+        peaks = part["machine_details"].str.get("matrix_peak_tflops").astype(float).round(1)
+        ends = peaks.groupby(part["run"]).agg(["min", "max"])
         kinds[str(name)] = {
             "gpu": details["gpu"],
             "gpus_of_the_host": details.get("num_gpus") or 1,
@@ -124,11 +122,40 @@ def machines(found: pd.DataFrame) -> dict[str, Any]:
             "cpu": details.get("cpu"),
             "cores": details.get("num_cores"),
             "host_gb": round(details["host_bytes"] / rows.GB, 1),
-            "runs": {},
+            "runs": {
+                run: {"matrix_peak_tflops": None if pd.isna(lo) else [lo, hi]}
+                for run, lo, hi in ends.itertuples()
+            },
         }
-        for run, mine in part.groupby("run"):
-            told = [one.get("matrix_peak_tflops") for one in mine["machine_details"]]
-            peaks = sorted(round(peak, 1) for peak in told if peak)
-            ends = [peaks[0], peaks[-1]] if peaks else None
-            kinds[str(name)]["runs"][run] = {"matrix_peak_tflops": ends}
     return {"kinds": kinds}
+
+
+def write(path: Path, data: bytes) -> None:
+    """Put `data` there in place of what was, whole or not at all, at whatever moment its writer is
+    killed; OSError, which names the path, if that fails."""
+    target = Path(os.path.realpath(path))
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, target)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_changed(wanted: Mapping[Path, bytes], old: Iterable[Path] = ()) -> list[Path]:
+    """Write what is not there yet or has other bytes; the paths that were written. Then remove
+    those of `old` that nobody wants any more."""
+    gone = set(old) - set(wanted)
+    known = {path: path.read_bytes() for path in wanted if path.exists()}
+    changed = [path for path, data in wanted.items() if known.get(path) != data]
+    for path in changed:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, wanted[path])
+    for path in gone:
+        path.unlink()
+    return changed

@@ -1,80 +1,49 @@
 """Rows as Markdown: a report of any rows, and the record's pages with the numbers inside README.
 
-    python -m analysis report PATH... [--x PATH --hue PATH] [--out DIR]
-    python -m analysis docs
-
 One section a study. Invariant: the same rows give the same bytes; everything is drawn before
 anything is written, and nothing on a page is typed by hand but the question and the command, which
 studies.yaml has.
 """
 
-import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import pandas as pd
 from rich.console import Console
 from rich.markdown import Markdown
 
-from analysis import answers, figures, names, numbers, record, rows, speeds, studies, tables, whole
-from analysis.figures import energy, step, style
+from analysis import answers, figures, names, numbers, record, rows, speeds, studies, tables
+from analysis.figures import of_study, step, style
 from analysis.studies import Study
 
 ROOT = Path(__file__).parents[1]
 FILLED = ("README.md", "docs/methods.md", "docs/design.md")
 """Pages written by hand whose markers are filled."""
-TABLE = re.compile(r"<!-- table:([^ ]+) -->\n.*?<!-- /table -->", re.DOTALL)
 FIGURES = Path("figures")
-
-
-class Section(NamedTuple):
-    """A study and its lines."""
-
-    study: Study
-    lines: pd.DataFrame
 
 
 def sections(
     found: pd.DataFrame, *, x: str | None = None, hue: str | None = None
-) -> Iterator[Section]:
-    """One a study. Raises ValueError, one line, for an axis that no row has."""
+) -> Iterator[tuple[Study, pd.DataFrame]]:
+    """Each study with its lines. Raises ValueError, one line, for an axis that no row has."""
     for name, part in studies.assigned(found).groupby("study", sort=False):
         lines = speeds.lines(part)
-        yield Section(studies.of_rows(str(name), lines, x=x, hue=hue), lines)
+        yield studies.of_rows(str(name), lines, x=x, hue=hue), lines
 
 
-def markdown(section: Section, picture: str) -> str:
-    """One section as Markdown."""
-    return body(*section, picture, energy=True) + "\n"
-
-
-def body(study: Study, mine: pd.DataFrame, picture: str, *, energy: bool = False) -> str:
-    """Question, answer, picture, and a table a run, the leading one first; with joules and clocks
-    where `energy` asks for them."""
-    lead = studies.leading(study, mine)
-    first = lead.iloc[0]["run"]
-    parts = [
-        f"# {study.title}",
-        study.question,
-        answers.answer(study, mine).sentence,
-        f"![{study.title}]({picture})" if picture else "",
-    ]
-    for run in [first, *sorted(set(mine["run"]) - {first}, reverse=True)]:
-        here = studies.parts(study, mine[mine["run"] == run])
-        parts += [_run(study, part, energy) for part in here]
-    return "\n\n".join(filter(None, parts))
-
-
-def _run(study: Study, mine: pd.DataFrame, energy: bool) -> str:
-    first = mine.iloc[0]
-    work = names.work(mine) if mine["batch_size"].nunique() * mine["seq_len"].nunique() == 1 else ""
-    about = f"{work}, run `{first['run']}`." if work else f"run `{first['run']}`."
-    notes = "\n".join(f"- {note}" for note in tables.notes(mine))
-    head = f"## {first['run'][:10]}: {names.machine(mine)}"
-    table = tables.markdown(tables.of(study, mine, energy=energy))
-    return "\n\n".join(filter(None, [head, about[0].upper() + about[1:], table, notes]))
+def markdown(study: Study, lines: pd.DataFrame, picture: str = "") -> str:
+    """Question, answer, picture, and a table a run, the leading one first."""
+    first = studies.leading(study, lines).iloc[0]["run"]
+    parts = [f"# {study.title}", study.question, answers.answer(study, lines)]
+    parts += [f"![{study.title}]({picture})"] if picture else []
+    for run in [first, *sorted(set(lines["run"]) - {first}, reverse=True)]:
+        for mine in studies.parts(study, lines[lines["run"] == run]):
+            about = ", ".join(filter(None, [names.work(mine), f"run `{run}`."]))
+            parts += [f"## {run[:10]}: {names.machine(mine)}", about[0].upper() + about[1:]]
+            parts += [tables.markdown(tables.of(study, mine))]
+            parts += ["\n".join(f"- {note}" for note in tables.notes(mine))]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def report(
@@ -86,31 +55,27 @@ def report(
     beside = Path(str(found["source"].iloc[0])).parent
     folder = out or beside
     if out is None and not beside.is_dir():
-        raise ValueError(
-            f"--out: got nothing, allowed a folder where rows come from W&B ({beside}); give one"
-        )
-    lines = pd.concat([section.lines for section in told])
-    told_energy = lines["joules_per_token"].notna().any()
-    drawings = {"energy": partial(energy.draw, lines)} if told_energy else {}
-    texts = []
-    for number, section in enumerate(told, 1):
-        stem = "report" if len(told) == 1 else f"report-{number}"
-        if figures.drawable(*section):
-            drawings[stem] = partial(figures.of_study, *section)
-        texts.append(markdown(section, f"{stem}.png" if stem in drawings else ""))
-        console.print(Markdown(markdown(section, "")))
-    wanted = {}
+        allowed = f"allowed a folder where rows come from W&B ({beside})"
+        raise ValueError(f"--out: got nothing, {allowed}; give one")
+    drawings, texts = {}, []
     for path in sorted((beside / "traces").glob(f"*{step.SUFFIX}")):  # measure.trace=true
         steps = step.load(path)
-        drawn = style.drawn(partial(step.draw, steps, steps[0].name))
-        wanted[folder / f"{path.name.removesuffix('.json')}.png"] = drawn
-    for stem, draw in drawings.items():
-        for kind in ("png", "pdf"):
-            wanted[folder / f"{stem}.{kind}"] = style.drawn(draw, kind)
+        drawings[path.name.removesuffix(".json")] = partial(step.draw, steps)
+    for number, (study, lines) in enumerate(told, 1):
+        stem = "report" if len(told) == 1 else f"report-{number}"
+        if of_study.drawable(study, lines):
+            drawings[stem] = partial(of_study.draw, study, lines)
+        texts.append(markdown(study, lines, f"{stem}.png" if stem in drawings else ""))
+        console.print(Markdown(markdown(study, lines)))
+    wanted = {
+        folder / f"{stem}.{kind}": style.drawn(draw, kind)
+        for stem, draw in drawings.items()
+        for kind in ("png", "pdf")
+    }
     wanted[folder / "report.md"] = "\n".join(texts).encode()
     wanted[folder / "report.tex"] = "\n".join(tables.latex(*section) for section in told).encode()
-    ours = ("report.p[nd][gf]", "report-[0-9]*.p[nd][gf]", "energy.p[nd][gf]")
-    whole.write_changed(wanted, [path for pattern in ours for path in folder.glob(pattern)])
+    ours = ("report.p[nd][gf]", "report-[0-9]*.p[nd][gf]")
+    record.write_changed(wanted, [path for pattern in ours for path in folder.glob(pattern)])
     return list(wanted)
 
 
@@ -118,13 +83,17 @@ def pages(lines: pd.DataFrame, results: Path = record.RESULTS) -> Iterator[tuple
     """(path, text) of the index and of every study's page. lines: those of `record.lines`."""
     yield results / "README.md", index(lines, results)
     for study, mine in studies.shown(lines):
-        picture = FIGURES / f"{study.name}.png"
-        parts = [
-            body(study, mine, f"../{picture}" if (results / picture).exists() else ""),
-            _again(study, studies.leading(study, mine)),
-            provenance(lines[lines["study"] == study.name]),
-        ]
-        yield results / study.name / "README.md", "\n\n".join(filter(None, parts)) + "\n"
+        picture = f"../{FIGURES / study.name}.png" if of_study.drawable(study, mine) else ""
+        text = markdown(study, mine, picture)
+        if study.command:
+            took = studies.leading(study, mine)["cell_s"].sum(min_count=1, skipna=False) / 60
+            known = f"Its cells took {took:.0f} minutes in this run.\n\n"
+            add = f"python -m analysis add outputs/{study.experiments[0]}"
+            text += f"\n## Measure it again\n\n{'' if pd.isna(took) else known}"
+            text += f"```bash\n{study.command}\n{add}\n```\n"
+        origin = tables.markdown(provenance(lines[lines["study"] == study.name]))
+        text += f"\n## Where the rows come from\n\n{origin}\n"
+        yield results / study.name / "README.md", text
 
 
 def index(lines: pd.DataFrame, results: Path) -> str:
@@ -132,17 +101,15 @@ def index(lines: pd.DataFrame, results: Path) -> str:
     told = [
         {
             "study": f"[{study.title}]({study.name}/README.md)",
-            "answer": answers.answer(study, mine).sentence,
+            "answer": answers.answer(study, mine),
             "machine": names.machine(studies.leading(study, mine)),
             "runs": str(mine["run"].nunique()),
         }
         for study, mine in studies.shown(lines)
     ]
-    titles = {name: module.TITLE for name, module in figures.overviews().items()}
-    titles["timeline"] = "One recorded step"
     drawn = [
         f"![{title}]({FIGURES / name}.png)"
-        for name, title in titles.items()
+        for name, title in figures.TITLES.items()
         if (results / FIGURES / f"{name}.png").exists()
     ]
     head = (
@@ -154,51 +121,20 @@ def index(lines: pd.DataFrame, results: Path) -> str:
     return "\n\n".join([head, tables.markdown(pd.DataFrame(told)), *drawn]) + "\n"
 
 
-def _again(study: Study, mine: pd.DataFrame) -> str:
-    """The command that measures a study again, and how long its cells took."""
-    if not study.command:
-        return ""
-    minutes = mine["cell_s"].sum() / 60
-    took = f"Its cells took {minutes:.0f} minutes in this run.\n\n"
-    known = took if mine["cell_s"].notna().all() else ""
-    add = f"python -m analysis add outputs/{study.experiments[0]}"
-    return f"## Measure it again\n\n{known}```bash\n{study.command}\n{add}\n```"
-
-
-def provenance(lines: pd.DataFrame) -> str:
+def provenance(lines: pd.DataFrame) -> pd.DataFrame:
     """Which file, machine, commit and versions each run's rows come from."""
-    told = []
-    for run, mine in sorted(lines.groupby("run"), reverse=True):
-        first = mine.iloc[0]
-        commits = sorted({str(one)[:9] for one in mine["git_commit"] if one})
-        told.append(
-            {
-                "run": f"[{run}]({run}.jsonl)",
-                "machine": names.machine(mine),
-                "commit": ", ".join(commits),
-                "torch": str(first["versions"].get("torch", "")),
-                "deepspeed": str(first["versions"].get("deepspeed", "")),
-                "state": "superseded" if first["superseded"] else "shown",
-            }
-        )
-    return f"## Where the rows come from\n\n{tables.markdown(pd.DataFrame(told))}"
-
-
-def filled(text: str, lines: pd.DataFrame) -> str:
-    """A page written by hand with its tables and numbers as the rows give them."""
-    current = lines[~lines["superseded"]]
-
-    def table(match: re.Match[str]) -> str:
-        place, _, length = match[1].partition("/")
-        try:
-            mine = numbers.run_of(place, current)
-        except ValueError as error:
-            raise ValueError(f"table:{match[1]}: {error}") from None
-        shown = tables.of(studies.of_rows(mine.iloc[0]["study"], mine), mine)
-        told = tables.markdown(shown[: int(length) if length else None])
-        return f"<!-- table:{match[1]} -->\n{told}\n<!-- /table -->"
-
-    return numbers.fill(TABLE.sub(table, text), current)
+    told = [
+        {
+            "run": f"[{run}]({run}.jsonl)",
+            "machine": names.machine(mine),
+            "commit": ", ".join(sorted({str(one)[:9] for one in mine["git_commit"] if one})),
+            "torch": mine["versions"].iloc[0].get("torch", ""),
+            "deepspeed": mine["versions"].iloc[0].get("deepspeed", ""),
+            "state": "superseded" if mine["superseded"].iloc[0] else "shown",
+        }
+        for run, mine in sorted(lines.groupby("run"), reverse=True)
+    ]
+    return pd.DataFrame(told)
 
 
 def refresh(results: Path = record.RESULTS) -> list[Path]:
@@ -209,5 +145,5 @@ def refresh(results: Path = record.RESULTS) -> list[Path]:
     lines = record.lines(results)
     wanted = dict(pages(lines, results))
     for path in (ROOT / name for name in FILLED if results.samefile(record.RESULTS)):
-        wanted[path] = filled(path.read_text(encoding="utf-8"), lines)
-    return whole.write_changed({path: text.encode() for path, text in wanted.items()})
+        wanted[path] = numbers.fill(path.read_text(encoding="utf-8"), lines)
+    return record.write_changed({path: text.encode() for path, text in wanted.items()})

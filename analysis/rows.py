@@ -14,7 +14,6 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from sweeps.runfile import Tagged
 
 GB = 1e9
 RUN = r"\d{4}-\d\d-\d\d_[a-z0-9-]+_\w+"
-"""DATE_MACHINE_BOOT, the name of a run."""
+"""DATE_MACHINE_BOOT, the name of a run, which a file of the record bears."""
 NUMBERS = "tokens_per_s device_gb host_gb final_loss max_loss_difference mfu tflops_6p cell_s "
 NUMBERS += "joules_per_token sm_mhz heldout_loss exact_match"
 """Columns that are numbers even in a frame where none is known."""
@@ -46,20 +45,10 @@ def frame(*sources: Path | str) -> pd.DataFrame:
 
     source: a JSONL file; a folder that holds some, at any depth; a W&B run or a folder of them;
     `wandb:entity/project`, with @group and #tag to take those runs alone. A folder with both is
-    read by its JSONL. Raises ValueError, one line.
+    read by its JSONL. Raises ValueError, one line, and OSError.
     """
-    return _latest(every_row(*sources))
-
-
-def from_rows(given: Sequence[Row], file: str = "rows") -> pd.DataFrame:
-    """The frame of rows at hand, as if they stood in one file."""
-    tagged = [Tagged(row, at, file, f"{file}.jsonl") for at, row in enumerate(given)]
-    return _latest(_framed(tagged))
-
-
-def _latest(found: pd.DataFrame) -> pd.DataFrame:
     same = ["experiment", "run", "cell"]
-    return found.drop_duplicates(same, keep="last").reset_index(drop=True)
+    return every_row(*sources).drop_duplicates(same, keep="last").reset_index(drop=True)
 
 
 def every_row(*sources: Path | str) -> pd.DataFrame:
@@ -67,7 +56,12 @@ def every_row(*sources: Path | str) -> pd.DataFrame:
     online = [one for one in sources if isinstance(one, str) and one.startswith("wandb:")]
     folders = [Path(source) for source in sources if source not in online]
     files = dict.fromkeys(path for folder in folders for path in _files(folder))
-    tagged = [item for path in files if path.suffix != ".wandb" for item in _read(path)]
+    tagged = [
+        Tagged(row, at, file_id(path), str(path))
+        for path in files
+        if path.suffix != ".wandb"
+        for at, row in enumerate(read_rows(path))
+    ]
     tagged += _offline([path for path in files if path.suffix == ".wandb"])
     tagged += [item for address in dict.fromkeys(online) for item in _online(address)]
     if not tagged:
@@ -78,23 +72,18 @@ def every_row(*sources: Path | str) -> pd.DataFrame:
 
 def _files(path: Path) -> list[Path]:
     """Files of rows in a folder, else those of W&B runs; a file is itself."""
-    if not path.exists():
-        allowed = "name a rows file, a folder of some, or wandb:entity/project"
-        raise ValueError(f"{path}: no such file or folder; {allowed}")
+    if path.is_file():
+        return [path]
     inside = sorted(path.rglob("*.jsonl")) or sorted(path.rglob("run-*.wandb"))
-    if not path.is_file() and not inside:
-        why = "no *.jsonl and no W&B run in this folder"
-        raise ValueError(f"{path}: {why}; run a bench first (make bench)")
-    return [path] if path.is_file() else inside
-
-
-def _read(path: Path) -> list[Tagged]:
-    try:
-        rows = read_rows(path)
-    except OSError as error:
-        remedy = "name a JSONL file that sweeps.run wrote"
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
-    return [Tagged(row, at, file_id(path), str(path)) for at, row in enumerate(rows)]
+    if not inside:
+        got = (
+            "no *.jsonl and no W&B run in this folder"
+            if path.exists()
+            else "no such file or folder"
+        )
+        allowed = "name a rows file, a folder of some, or wandb:entity/project"
+        raise ValueError(f"{path}: {got}; run a bench first (make bench), or {allowed}")
+    return inside
 
 
 def _offline(files: list[Path]) -> list[Tagged]:
@@ -103,19 +92,13 @@ def _offline(files: list[Path]) -> list[Tagged]:
     A run that lacks a part is an error, never a shorter curve: ValueError, one line, which names
     the first, and how many more there are.
     """
-
-    def read(file: Path) -> Tagged | ValueError:
-        try:
-            return runfile.read(file)
-        except ValueError as error:  # one of several runs with this id may be whole
-            return error
-
     with ThreadPoolExecutor() as pool:
-        found = [(file.stem, one) for file, one in zip(files, pool.map(read, files), strict=True)]
-    whole = {stem: one for stem, one in found if isinstance(one, Tagged)}
-    bad = list({stem: one for stem, one in found if stem not in whole}.values())
-    if bad:
-        raise ValueError(f"{bad[0]}{f'; so are {len(bad) - 1} more' if bad[1:] else ''}")
+        read = [(file.stem, pool.submit(runfile.read, file)) for file in files]
+    whole = {stem: one.result() for stem, one in read if one.exception() is None}
+    torn = {stem: one.exception() for stem, one in read if stem not in whole}
+    if torn:
+        others = f"; so are {len(torn) - 1} more" if len(torn) > 1 else ""
+        raise ValueError(f"{next(iter(torn.values()))}{others}")
     return list(whole.values())
 
 
@@ -131,21 +114,16 @@ def _online(source: str) -> list[Tagged]:
 
     threading.Thread(target=_end_service, name="end-wandb", daemon=True).start()
     try:
-        found = Api().runs(path, filters=filters)
-        rows = [
-            runfile.tagged(run.config, run.scan_history(), f"wandb:{path}/{run.id}")
-            for run in found
-        ]
+        runs = Api().runs(path, filters=filters)
+        found = [(run.id, run.config, list(run.scan_history())) for run in runs]
     except (Error, ValueError, OSError) as error:
         told = " ".join(str(error).split())
-        if told.startswith("wandb:"):
-            raise ValueError(told) from None
         remedy = "check name, `wandb login` and network, or load the JSONL or offline runs instead"
         raise ValueError(f"{source}: W&B said {told!r}; {remedy}") from None
-    if not rows:
+    if not found:
         allowed = "allowed those that sweeps.upload has fed; check @group and #tag"
         raise ValueError(f"{source}: got no such runs, {allowed}")
-    return rows
+    return [runfile.tagged(config, steps, f"wandb:{path}/{name}") for name, config, steps in found]
 
 
 def _end_service() -> None:
@@ -170,12 +148,15 @@ def _framed(tagged: list[Tagged]) -> pd.DataFrame:
         together[item.file].append(item.row)
     found = pd.DataFrame([_record(item, together[item.file]) for item in tagged])
     found = found.astype(dict.fromkeys(NUMBERS.split(), "float64"))
-    latest = found.groupby("file")["started_at"].transform(
-        lambda times: list(accumulate(times, max))
-    )
-    found = found.assign(latest=latest).sort_values(["latest", "position", "cell"], kind="stable")
-    found = found.drop(columns="latest").reset_index(drop=True)
-    found["run"] = _run_names(found)
+    started = found["started_at"].rank(method="dense").groupby(found["file"]).cummax()
+    found = found.assign(started=started).sort_values(["started", "position", "cell"])
+    found = found.drop(columns="started").reset_index(drop=True)
+    place = found["boot"].fillna(found["file"])  # rows older than the boot: tHHMM, when it began
+    first = found.groupby(["experiment", place])["started_at"].transform("min")
+    boot = found["boot"].fillna("t" + first.str[11:13] + first.str[14:16])
+    named = first.str[:10] + "_" + found["machine"] + "_" + boot
+    filed = found["source"].map(lambda source: Path(source).stem)
+    found["run"] = filed.where(filed.str.fullmatch(RUN), named)
     found["num_params"] = found.groupby("model_key")["num_params"].transform("first")
     configs = [dict(flat(in_force(config))) for config in found["config"]]
     paths = dict.fromkeys(path for one in configs for path in one if path not in found)
@@ -213,19 +194,6 @@ def _record(item: Tagged, together: Sequence[Row]) -> dict[str, Any]:
         "host_gb": row.peak_host_bytes and row.peak_host_bytes / GB,
         "joules_per_token": row.power_w and row.tokens_per_s and row.power_w / row.tokens_per_s,
     }
-
-
-def _run_names(found: pd.DataFrame) -> pd.Series:
-    """DATE_MACHINE_BOOT of every row; a file of the record bears the name of its run.
-
-    Rows older than the boot are known by their file, and named by when it began (tHHMM).
-    """
-    place = found["boot"].fillna(found["file"])
-    first = found.groupby(["experiment", place])["started_at"].transform("min")
-    boot = found["boot"].fillna("t" + first.str[11:13] + first.str[14:16])
-    filed = found["source"].map(lambda source: Path(source).stem)
-    named = first.str[:10] + "_" + found["machine"] + "_" + boot
-    return filed.where(filed.str.fullmatch(RUN), named)
 
 
 def machine_name(machine: Mapping[str, Any]) -> str:

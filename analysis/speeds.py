@@ -9,8 +9,7 @@ Invariant: fewer than three samples give no interval rather than a narrow one, a
 two runs.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -27,8 +26,7 @@ MEAN = ["tflops_6p", "tflops_6p_causal", "tflops_paper", "mfu"]
 """Columns of which repeats give the largest, and the harmonic mean; of the others the first."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ratio:
+class Ratio(NamedTuple):
     """How many times as fast one line is as another; lo and hi are NaN without an interval."""
 
     value: float
@@ -45,18 +43,17 @@ class Ratio:
         """`+9.8%`."""
         return percent(self.value - 1)
 
-    def interval(self, *, change: bool = False) -> str:
-        """`1.59–1.93`, or as changes `−3.0% to +9.1%`; nothing where there is none."""
-        if pd.isna(self.lo):
-            return ""
-        if change:
-            return f"{percent(self.lo - 1)} to {percent(self.hi - 1)}"
-        return f"{self.lo:.2f}–{self.hi:.2f}"
+    @property
+    def interval(self) -> str:
+        """`1.59–1.93`; nothing where there is none."""
+        return "" if pd.isna(self.lo) else f"{self.lo:.2f}–{self.hi:.2f}"
 
-    def told(self, *, change: bool = False, about: str = "") -> str:
+    def told(self, *, change: bool, about: str = "") -> str:
         """`1.75x (1.59–1.93)` or `+9.8% (+8.1% to +11.5%)`; in brackets `about` comes first."""
-        head, interval = self.change if change else self.times, self.interval(change=change)
-        return f"{head} ({about}{interval})" if interval else head
+        head, interval = (self.times, self.interval)
+        if change:
+            head, interval = self.change, f"{percent(self.lo - 1)} to {percent(self.hi - 1)}"
+        return head if pd.isna(self.lo) else f"{head} ({about}{interval})"
 
 
 def percent(change: float) -> str:
@@ -134,15 +131,10 @@ def comparable(found: pd.DataFrame) -> pd.Series:
     return found["tokens_per_s"].notna() & same
 
 
-def engine(found: pd.DataFrame) -> pd.Series:
-    """Which lines are this repository's engine."""
-    return found["family"].str.startswith("megatrain")
-
-
 def rivals(found: pd.DataFrame) -> pd.Series:
-    """Which lines are another way to train, whose speed may be compared."""
-    others = ~engine(found) & ~found["system"].isin([REFERENCE, "published_megatrain"])
-    return others & comparable(found)
+    """Which lines are another way to train than this engine, whose speed may be compared."""
+    ours = found["family"].str.startswith("megatrain")
+    return ~ours & ~found["system"].isin([REFERENCE, "published_megatrain"]) & comparable(found)
 
 
 def fastest(found: pd.DataFrame) -> Any:

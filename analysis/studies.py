@@ -10,7 +10,6 @@ import pandas as pd
 import yaml
 
 PATH = Path(__file__).with_name("studies.yaml")
-FIGURES = ("comparison", "lines", "bars", "losses", "quality", "none")
 SHAPES = ("num_params", "batch_size", "seq_len")
 AXES = (*SHAPES, "system", "seed")
 """Columns of the frame that x and hue may name beside config paths."""
@@ -33,7 +32,6 @@ class Study:
     value: str = "tokens_per_s"
     figure: str = "comparison"
     effect: dict[str, Any] = field(default_factory=dict)
-    base: str | None = None
     command: str = ""
     lead: str | None = None
     beside: Sequence[str] = ()
@@ -41,31 +39,27 @@ class Study:
     superseded: Sequence[str] = ()
 
     @property
+    def axes(self) -> list[str]:
+        """What is varied: x, then hue."""
+        return [path for path in (self.x, self.hue) if path]
+
+    @property
     def compares(self) -> bool:
         """Whether systems are ranked and nothing is varied."""
         return self.figure == "comparison" or self.x is None
-
-    @property
-    def of_systems(self) -> bool:
-        """Whether systems stand side by side along x, each held against ZeRO-3 at its place."""
-        return self.hue == "system"
 
 
 @cache
 def listed(path: Path = PATH) -> dict[str, Study]:
     """The studies of the file by name. Raises ValueError, one line, for an entry that is none."""
-    known = sorted(set(Study.__dataclass_fields__) - {"name"})
     found = {}
     for name, entry in (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).items():
-        figure = entry.get("figure", "comparison")
-        bad: list[tuple[str, str, Sequence[str]]] = [
-            (key, "it", known) for key in sorted(set(entry) - set(known))
-        ]
-        bad += [("figure", repr(figure), FIGURES)] if figure not in FIGURES else []
-        for key, got, allowed in bad:
-            told = f"got {got}, allowed {', '.join(allowed)}; choose one"
-            raise ValueError(f"{path.name}: {name}.{key}: {told}")
-        found[name] = Study(name=name, **{"experiments": [name]} | entry)
+        try:
+            found[name] = Study(name=name, **{"experiments": [name]} | entry)
+        except TypeError as error:
+            raise ValueError(
+                f"{path.name}: {name}: {error}; its head says what is allowed"
+            ) from None
     return found
 
 
@@ -89,12 +83,9 @@ def leading(study: Study, mine: pd.DataFrame) -> pd.DataFrame:
 
     It is the one that studies.yaml names, else the one that measured most, of equals the last.
     """
-    runs = mine["run"]
-    counts = mine["tokens_per_s"].notna().groupby(runs).sum()
-    chosen = (
-        study.lead if study.lead in set(runs) else max(runs, key=lambda run: (counts[run], run))
-    )
-    return mine[runs == chosen]
+    counts = mine["tokens_per_s"].notna().groupby(mine["run"]).sum()
+    best = max(counts.index, key=lambda run: (run == study.lead, counts[run], run))
+    return mine[mine["run"] == str(best)]
 
 
 def parts(study: Study, lines: pd.DataFrame) -> list[pd.DataFrame]:
@@ -119,14 +110,13 @@ def of_rows(
             raise ValueError(f"{place}: got {path!r}, allowed {allowed}; choose one")
     if name in listed() and not (x or hue):
         return known
-    x = x or next(iter(varied), None)
+    x = x or next((path for path in varied if path != hue), None)
     if x is None:
         return known
     rest = ["system"] if found["family"].nunique() > 1 else varied
     hue = hue or next((path for path in rest if path != x), None)
     numeric = pd.to_numeric(found[x], errors="coerce").notna().all()
     figure = "lines" if numeric and found[x].nunique() > 2 else "bars"
-    hue = hue if hue != x else None
     return replace(known, x=x, hue=hue, figure=figure, effect={}, value="tokens_per_s")
 
 

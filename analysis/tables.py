@@ -22,19 +22,16 @@ REFUSAL = re.compile(r"needs ([\d,]+) bytes of (\w+) memory, .*?([\d,]+)")
 CPU_NOTE = "CPU speeds prove wiring and numerics; they say nothing about GPUs."
 
 
-def of(study: Study, lines: pd.DataFrame, *, energy: bool = False) -> pd.DataFrame:
-    """The table of one run; with `energy` also joules a token and the clock, where rows know."""
+def of(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
+    """The table of one run, with joules a token and the clock where rows know them."""
     if study.figure == "quality":
         return quality(lines)
     shown = comparison(study, lines) if study.compares else axes(study, lines)
-    if not energy:
-        return shown
-    told = {
-        "J/token": _text(lines["joules_per_token"], "#.3g"),
-        "GHz": _text(lines["sm_mhz"] / 1e3, ".2f"),
-        "held down by": lines["throttle_reasons"].map(names.throttled).replace("", NONE),
-    }
-    return shown.join(pd.DataFrame({name: one for name, one in told.items() if any(one != NONE)}))
+    if lines["joules_per_token"].notna().any():
+        shown["J/token"] = _text(lines["joules_per_token"], "#.3g")
+        shown["GHz"] = _text(lines["sm_mhz"] / 1e3, ".2f")
+        shown["held down by"] = lines["throttle_reasons"].map(names.throttled).replace("", NONE)
+    return shown
 
 
 def comparison(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
@@ -43,15 +40,14 @@ def comparison(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
     ranked = lines.assign(group=group, speed=-lines["tokens_per_s"])
     ranked = ranked.sort_values(["group", "speed"], kind="stable")
     base, found = base_of(study, lines), ratios(study, ranked)
-    over = "ratio" if base is None else f"vs {names.short_name(base, lines)}"
     times = found.map(lambda one: one.times, na_action="ignore")
     if base is not None:
         times[base.name] = "1.00x"
     shown = {
         "system": labels(ranked),
         "tokens/s": _speed(ranked),
-        over: times,
-        "95% interval": found.map(lambda one: one.interval() or "no interval", na_action="ignore"),
+        "ratio" if base is None else f"vs {names.name(base)}": times,
+        "95% interval": found.map(lambda one: one.interval or "no interval", na_action="ignore"),
         **_memory(ranked),
         "losses": ranked.apply(losses, axis=1),
     }
@@ -60,16 +56,14 @@ def comparison(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
 
 def quality(lines: pd.DataFrame) -> pd.DataFrame:
     """What each system learnt, and at what speed; what trains another function stands below."""
-    adapters = lines["system"].isin(ADAPTERS)
-    ordered = lines.assign(adapters=adapters).sort_values("adapters", kind="stable")
-    lora = ordered[(ordered["system"] == ADAPTERS[0]) & ordered["tokens_per_s"].notna()]
-    speed = lora["tokens_per_s"].iloc[0] if len(lora) else float("nan")
+    ordered = lines.sort_values("system", key=lambda all: all.isin(ADAPTERS), kind="stable")
+    lora = ordered["tokens_per_s"].where(ordered["system"] == ADAPTERS[0]).max()
     shown = {
         "system": labels(ordered),
         "held-out loss": _text(ordered["heldout_loss"], ".4f"),
         "exact match": _text(ordered["exact_match"], ".1%"),
         "tokens/s": _speed(ordered),
-        "vs LoRA": _text(ordered["tokens_per_s"] / speed, ".2f", "x"),
+        "vs LoRA": _text(ordered["tokens_per_s"] / lora, ".2f", "x"),
         "J/token": _text(ordered["joules_per_token"], "#.3g"),
         **_memory(ordered),
     }
@@ -79,14 +73,12 @@ def quality(lines: pd.DataFrame) -> pd.DataFrame:
 def axes(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
     """The lines of a run of a study that varies something, each with its change from its base."""
     ordered = sort(study, lines)
-    shown: dict[str, Any] = {
-        names.setting(path): values(ordered, path) for path in (study.x, study.hue) if path
-    }
+    shown: dict[str, Any] = {names.setting(path): values(ordered, path) for path in study.axes}
     shown["tokens/s"] = _speed(ordered)
     if study.value == "tflops_6p":
         shown["TFLOPS"] = _text(ordered["tflops_6p"], ".0f")
     shown[f"vs {base_title(study)}"] = ratios(study, ordered).map(
-        lambda found: found.told(change=not study.of_systems), na_action="ignore"
+        lambda found: found.told(change=study.hue != "system"), na_action="ignore"
     )
     return pd.DataFrame(shown | _memory(ordered)).fillna(NONE)
 
@@ -104,15 +96,15 @@ def ratios(study: Study, lines: pd.DataFrame) -> pd.Series:
 def base_of(study: Study, lines: pd.DataFrame, line: Any = None) -> Any:
     """What a line is held against; None where nothing is.
 
-    Systems: the study's base, else the fastest plain ZeRO-3, else the fastest rival. Systems along
-    x: ZeRO-3 at the same x. Settings: the line at x = effect.from, else the first.
+    Systems: the fastest plain ZeRO-3, else the fastest rival. Systems along x: ZeRO-3 at the same
+    x. Settings: the line at x = effect.from, else the first.
     """
     ready = lines[speeds.comparable(lines)]
     if study.compares:
-        wanted = ready[ready["family"] == (study.base or "zero3")]
+        wanted = ready[ready["family"] == "zero3"]
         ready = wanted if len(wanted) else ready[speeds.rivals(ready)]
         return speeds.fastest(ready) if len(ready) else None
-    if study.of_systems:
+    if study.hue == "system":
         ready = ready[(ready[study.x] == line[study.x]) & (ready["family"] == "zero3")]
     elif study.effect:
         ready = ready[ready[study.x] == study.effect["from"]]
@@ -121,20 +113,20 @@ def base_of(study: Study, lines: pd.DataFrame, line: Any = None) -> Any:
     return ready.iloc[0] if len(ready) else None
 
 
-def labels(lines: pd.DataFrame) -> Any:
+def labels(lines: pd.DataFrame) -> pd.Series:
     """The name of each line and, where several have one name, what tells them apart.
 
     `Twin-Flow, compiled (huge pages on)`.
     """
     told: Any = lines.apply(names.name, axis=1)
-    for name, mine in lines.groupby(told, sort=False):
+    for _, mine in lines.groupby(told, sort=False):
         apart = mine[sorted(studies.differing(mine))].filter(regex=studies.CHOSEN)
         for place, line in apart.iterrows():
-            found = line.dropna().items()
-            known = [f"{names.setting(str(at))} {names.value(str(at), one)}" for at, one in found]
-            told[place] = f"{name} ({', '.join(known)})" if known else name
+            found: Any = line.dropna().items()
+            known = ", ".join(f"{names.setting(at)} {names.value(at, one)}" for at, one in found)
+            told[place] += f" ({known})" if known else ""
     numbered = told + " (" + (told.groupby(told).cumcount() + 1).astype(str) + ")"
-    return told.mask(told.duplicated(keep=False), numbered)
+    return pd.Series(told.mask(told.duplicated(keep=False), numbered))
 
 
 def _text(numbers: pd.Series, form: str, unit: str = "") -> pd.Series:
@@ -147,11 +139,10 @@ def _speed(lines: pd.DataFrame) -> pd.Series:
 
 
 def _memory(lines: pd.DataFrame) -> dict[str, pd.Series]:
-    measured = lines["tokens_per_s"].notna()
-    sizes = {place: lines[f"{place}_gb"].where(measured) for place in ("device", "host")}
+    known = lines[["device_gb", "host_gb"]].where(lines["tokens_per_s"].notna())
     return {
-        f"{place} GB": _text(size, ".1f").mask(size >= 10, _text(size, ".0f"))
-        for place, size in sizes.items()
+        str(name).replace("_gb", " GB"): _text(size, ".1f").mask(size >= 10, _text(size, ".0f"))
+        for name, size in known.items()
     }
 
 
@@ -169,15 +160,13 @@ def values(lines: pd.DataFrame, path: str) -> list[str]:
 
 def sort(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
     """The lines in the order of x, then hue; systems in that of legends."""
-    paths = [path for path in (study.x, study.hue) if path]
-    by = ["family" if path in ("system", "system.preset") else path for path in paths]
+    by = ["family" if path in ("system", "system.preset") else path for path in study.axes]
     return lines.sort_values(list(dict.fromkeys(by)), key=_sortable, kind="stable")
 
 
 def _sortable(values: pd.Series) -> pd.Series:
     if values.name == "family":
-        places = {family: f"{at:02d}" for at, family in enumerate(names.SYSTEMS)}
-        return values.replace(places)
+        return values.replace({family: f"{at:02d}" for at, family in enumerate(names.SYSTEMS)})
     numeric = pd.to_numeric(values, errors="coerce")
     return numeric if numeric.notna().all() else values.map(str)
 
@@ -197,12 +186,10 @@ def losses(line: pd.Series) -> str:
 
 def base_title(study: Study) -> str:
     """What the lines are held against, in words."""
-    if study.of_systems:
-        return "ZeRO-3"
-    if not study.effect:
-        return "the first line"
-    x = str(study.x)
-    return f"{names.setting(x)} {names.value(x, study.effect['from'])}"
+    if study.effect:
+        x = str(study.x)
+        return f"{names.setting(x)} {names.value(x, study.effect['from'])}"
+    return "ZeRO-3" if study.hue == "system" else "the first line"
 
 
 def markdown(table: pd.DataFrame) -> str:
@@ -215,12 +202,10 @@ def markdown(table: pd.DataFrame) -> str:
 
 def latex(study: Study, lines: pd.DataFrame) -> str:
     """The table of a study's leading run, as a paper includes it (booktabs)."""
-    table = of(study, studies.leading(study, lines), energy=True)
+    table = of(study, studies.leading(study, lines))
     columns = "l" + "r" * (len(table.columns) - 1)
-    style = table.style.hide(axis="index").format(escape="latex")
-    style = style.format_index(escape="latex", axis=1)
     options: Any = {"caption": study.title, "label": f"tab:{study.name}", "position": "t"}
-    return str(style.to_latex(hrules=True, column_format=columns, **options))
+    return str(table.to_latex(index=False, escape=True, column_format=columns, **options))
 
 
 def notes(lines: pd.DataFrame) -> list[str]:
@@ -233,7 +218,14 @@ def notes(lines: pd.DataFrame) -> list[str]:
 
 def _notes(line: pd.Series) -> Iterator[str]:
     if pd.isna(line["tokens_per_s"]):
-        yield names.STATUSES.get(line["status"], line["status"]) + _why(line["reason"])
+        told, reason = names.STATUSES.get(line["status"], line["status"]), line["reason"] or ""
+        if found := REFUSAL.search(reason):
+            needed, allowed = (
+                f"{int(one.replace(',', '')) / 1e9:,.0f} GB" for one in found.group(1, 3)
+            )
+            yield f"{told}, for it needs {needed} of {found[2]} memory and {allowed} are allowed"
+        else:
+            yield f"{told}: {reason}" if reason else told
         return
     if line["agrees"] is False and line["system"] != REFERENCE:
         gap = f"{line['max_loss_difference']:.0e}"
@@ -246,11 +238,3 @@ def _notes(line: pd.Series) -> Iterator[str]:
     faster = windows.is_monotonic_decreasing and windows.iloc[-1] < 0.98 * windows.mean()
     if faster and line["num_repeats"] == 1:
         yield "its windows were still getting faster, so its speed is too low"
-
-
-def _why(reason: str) -> str:
-    if found := REFUSAL.search(reason or ""):
-        needed, kind, allowed = found.groups()
-        sizes = [f"{int(size.replace(',', '')) / 1e9:,.0f} GB" for size in (needed, allowed)]
-        return f", for it needs {sizes[0]} of {kind} memory and {sizes[1]} are allowed"
-    return f": {reason}" if reason else ""

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
+from analysis.rows import frame
 from sweeps.result import Row
 
 GIB = 1 << 30
@@ -67,3 +71,9 @@ def save(path: Path, rows: list[Row]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(one.to_json() + "\n" for one in rows))
     return path
+
+
+def framed(rows: list[Row]) -> pd.DataFrame:
+    """The frame of rows, as if they stood in one file."""
+    with tempfile.TemporaryDirectory() as folder:
+        return frame(save(Path(folder) / "rows.jsonl", rows))

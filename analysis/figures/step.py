@@ -27,8 +27,6 @@ LANES: dict[str, str] = names.WORDS["lanes"]
 WORK: dict[str, str] = names.WORDS["work"]
 FILLS: dict[str, tuple[str, str, str]] = names.WORDS["fills"]
 COPIES = ("load weights", "store gradients", "move activations")
-
-
 BAR = 0.8
 
 
@@ -71,10 +69,8 @@ def load(path: Path) -> list[Step]:
     """The measured step of a file and maybe the predicted. Raises ValueError, one line."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        kinds = [kind for kind in ("measured", "predicted") if content.get(kind) is not None]
-        if "measured" not in kinds:
-            raise ValueError("no field 'measured'")
-        return [_step(path, kind, content[kind]) for kind in kinds]
+        steps = {"measured": content["measured"], "predicted": content.get("predicted")}
+        return [_step(path, kind, plain) for kind, plain in steps.items() if plain is not None]
     except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
         why = " ".join(str(error).split())
         remedy = "write one with python -m sweeps.run system=megatrain measure.trace=true"
@@ -93,17 +89,20 @@ def _step(path: Path, kind: str, plain: dict[str, Any]) -> Step:
     return Step(name=name, step_s=step_s, intervals=known, predicted=kind == "predicted")
 
 
-def draw(steps: Sequence[Step], title: str) -> Figure:
+def draw(steps: Sequence[Step]) -> Figure:
     """One panel a step, the longest first: how long each lane works, and how much is hidden."""
     ordered = sorted(steps, key=lambda step: -step.step_s)
+    long, short = ordered[0], ordered[-1]
+    ratio = f"{long.step_s / short.step_s:.1f}x between them"
+    apart = f"A 7B step of {long.name} and of {short.name}: {ratio}"
+    title = apart if long.name != short.name else long.name
     heights = [len(step.lanes) for step in ordered]
     figure = Figure(figsize=(style.PAGE_IN, 1.1 + sum(0.3 + 0.17 * lanes for lanes in heights)))
     panels = figure.subplots(len(ordered), height_ratios=heights, sharex=True, squeeze=False).flat
     for axes, step in zip(panels, ordered, strict=True):
         _panel(axes, step)
-    panels[-1].set(
-        xlabel="seconds since the step's embedding began", xlim=(0, 1.2 * ordered[0].step_s)
-    )
+    panels[-1].set_xlabel("seconds since the step's embedding began")
+    panels[-1].set_xlim(0, 1.2 * ordered[0].step_s)
     shown = {work for step in steps for work in step.intervals["work"]}
     handles = [
         Patch(facecolor=color, edgecolor=ink, hatch=hatch, linewidth=0, label=work)
@@ -115,13 +114,6 @@ def draw(steps: Sequence[Step], title: str) -> Figure:
     return figure
 
 
-def compare(recorded: Sequence[Step]) -> Figure:
-    """Several recorded steps, with how far the longest and the shortest lie apart."""
-    short, long = (end(recorded, key=lambda one: one.step_s) for end in (min, max))
-    ratio = f"{long.step_s / short.step_s:.1f}x between them"
-    return draw(recorded, f"A 7B step of {long.name} and of {short.name}: {ratio}")
-
-
 def _panel(axes: Axes, step: Step) -> None:
     for at, lane in enumerate(step.lanes):
         place = (at - BAR / 2, BAR)
@@ -130,10 +122,8 @@ def _panel(axes: Axes, step: Step) -> None:
         for work, (color, hatch, ink) in FILLS.items():
             mine = here[here["work"] == work]
             spans = list(zip(mine["start_s"], mine["end_s"] - mine["start_s"], strict=True))
-            axes.broken_barh(spans, place, facecolor=color, edgecolor=color, linewidth=0.3)
-            if hatch and spans:
-                look: Any = {"facecolor": "none", "edgecolor": ink, "hatch": hatch, "linewidth": 0}
-                axes.broken_barh(spans, place, **look)
+            look: Any = {"facecolor": color, "edgecolor": ink, "hatch": hatch, "linewidth": 0}
+            axes.broken_barh(spans, place, **look)
         hidden = step.hidden_share(lane)
         words = f"{step.busy_s(lane):.2f} s" + ("" if hidden is None else f", {hidden:.0%} hidden")
         style.beside(axes, words, step.step_s, at, fontsize=6.5)

@@ -1,6 +1,6 @@
 """Thin notebooks: the committed .ipynb is source and outputs in one.
 
-python -m analysis.notebooks          # execute all of them again
+python -m analysis notebooks          # execute all of them again
 """
 
 import pandas as pd
@@ -29,6 +29,6 @@ def tell(*, comparisons: bool) -> None:
     """Question, answer and leading table: of the comparisons with rivals, or the others."""
     for study, mine in studies.shown(LINES):
         if study.compares == comparisons:
-            answer = answers.answer(study, mine).sentence
+            answer = answers.answer(study, mine)
             display(Markdown(f"## {study.title}\n\n{study.question}\n\n{answer}"))
             table(tables.of(study, studies.leading(study, mine)))

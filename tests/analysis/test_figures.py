@@ -11,18 +11,18 @@ import matplotlib as mpl
 import pytest
 from matplotlib import image
 from matplotlib import style as plot_style
-from matplotlib.text import Annotation, Text
+from matplotlib.text import Text
 
 from analysis import figures, record, studies
-from analysis.figures import rivals, step, style
+from analysis.figures import of_record, step, style
 
 LINES = record.lines()
 DRAWN = dict(figures.all_figures(LINES, record.RESULTS))
 
 
 def test_each_study_and_the_whole_record_have_their_picture() -> None:
-    shown = {study.name for study, _ in studies.shown(LINES) if study.figure != "none"}
-    assert set(DRAWN) == shown | set(figures.overviews()) | {"timeline"}
+    shown = {study.name for study, _ in studies.shown(LINES)}
+    assert set(DRAWN) == shown | set(figures.TITLES)
     assert {path.stem for path in (record.RESULTS / "figures").glob("*.png")} == set(DRAWN)
 
 
@@ -64,14 +64,13 @@ def test_the_figure_of_the_instructions_draws() -> None:
     text = (Path(__file__).parents[2] / "docs" / "adding.md").read_text()
     block = re.search(r"```python\n(.*?)```", text, re.DOTALL)
     assert block is not None
-    space: dict = {}
+    space = dict(vars(of_record))
     exec(textwrap.dedent("   " + block[1].lstrip()), space)
-    assert space["TITLE"]
-    assert style.drawn(lambda: space["draw"](LINES)).startswith(b"\x89PNG")
+    assert style.drawn(lambda: space["host_memory"](LINES)).startswith(b"\x89PNG")
 
 
 def test_the_forest_has_a_mark_for_each_run_that_measured_both() -> None:
-    told = rivals.ratios(LINES)
+    told = of_record.ratios(LINES)
     mine = told[(told["model"] == "qwen2.5-7b") & (told["family"] == "zero3_twinflow")]
     ready = LINES[(LINES["model"] == "qwen2.5-7b") & LINES["tokens_per_s"].notna()]
     families = ready.groupby("run")["family"].agg(set)
@@ -81,19 +80,6 @@ def test_the_forest_has_a_mark_for_each_run_that_measured_both() -> None:
     assert (mine["value"] > 1.5).all()
 
 
-def test_an_interval_that_leaves_the_axis_ends_in_an_arrow(monkeypatch) -> None:
-    monkeypatch.setattr(rivals, "LIMIT", 3.0)
-    told = rivals.ratios(LINES[LINES["study"].str.startswith("vs_") & ~LINES["superseded"]])
-    cut = (told["value"] < 3.0) & (told["hi"] > 3.0)
-    with mpl.rc_context(), plot_style.context(style.LOOK):
-        figure = DRAWN["rivals"]()
-    arrows = [one for one in figure.findobj(Annotation) if one.arrow_patch is not None]
-    assert len(arrows) == cut.sum() > 0
-    assert "an arrow: the interval goes on" in figure.get_supxlabel().replace("\n", " ")
-    monkeypatch.setattr(rivals, "LIMIT", 100.0)
-    assert "arrow" not in DRAWN["rivals"]().get_supxlabel()
-
-
 def test_a_recorded_step_is_read_and_hidden_shares_follow_from_its_intervals(tmp_path) -> None:
     steps = step.load(record.RESULTS / "timelines" / "fast.timeline.json")
     assert [one.predicted for one in steps] == [False, True]
@@ -101,7 +87,7 @@ def test_a_recorded_step_is_read_and_hidden_shares_follow_from_its_intervals(tmp
     assert fast.busy_s("compute") == pytest.approx(2.33, abs=0.01)
     assert fast.hidden_share("cpu") == pytest.approx(0.79, abs=0.01)
     assert fast.hidden_share("compute") is None
-    style.drawn(lambda: step.draw(steps, "fast"))
+    style.drawn(lambda: step.draw(steps))
     for content in ("", "[]", '{"measured": {"step_s": 1, "intervals": [["a", "b", 0, 2]]}}'):
         bad = tmp_path / "bad.timeline.json"
         bad.write_text(content)

@@ -9,7 +9,7 @@ from typing import Any
 import nbformat
 import pytest
 
-from analysis.notebooks.__main__ import FOLDER, NAMES, executed, main
+from analysis.notebooks.run import FOLDER, NAMES, executed
 
 LARGEST_BYTES = 150_000
 
@@ -67,12 +67,5 @@ def test_together_they_are_light_enough_for_a_repository_page() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_runs_and_says_what_the_committed_one_says(name: str) -> None:
     again = executed(name)
-    assert words(again) == words(committed(name)), f"python -m analysis.notebooks {name}"
+    assert words(again) == words(committed(name)), "python -m analysis notebooks"
     assert len(pictures(again)) == len(pictures(committed(name)))
-
-
-def test_an_unknown_name_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["nothing"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: NAME: got nothing, allowed ablations, ")
-    assert error.count("\n") == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis import numbers, record, report, studies
+from analysis import names, numbers, record, report, studies
 from tests.analysis.test_record import BOOT, OTHER, measured
 from tests.made_rows import save
 
@@ -27,7 +27,7 @@ def test_committed_pages_are_what_the_rows_give() -> None:
         assert path.read_text() == text, f"{path.name} is stale: make docs"
     for name in report.FILLED:
         text = (report.ROOT / name).read_text()
-        assert report.filled(text, LINES) == text, f"{name} is stale: make docs"
+        assert numbers.fill(text, LINES) == text, f"{name} is stale: make docs"
 
 
 @pytest.mark.slow
@@ -44,7 +44,7 @@ def test_deleting_the_pages_and_running_again_restores_them(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", report.FILLED)
 def test_prose_types_no_measured_number(name: str) -> None:
-    text = report.TABLE.sub("", numbers.MARKER.sub("", (report.ROOT / name).read_text()))
+    text = numbers.MARKER.sub("", (report.ROOT / name).read_text())
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL).replace(CLAIM, "")
     assert TYPED.findall(prose) == []
     assert COUNTED.findall(prose) == []
@@ -96,5 +96,6 @@ def test_a_number_says_what_it_should() -> None:
     assert numbers.number("runs", "vs_zero3_7b/fast/twinflow", three) == "three runs"
     assert numbers.number("repeats", "vs_zero3_14b/fast", LINES) == "three"
     assert numbers.number("most", "context_length", LINES) == "512K"
-    assert numbers.number("name", "vs_zero3_7b/rival", LINES) == "Twin-Flow, compiled"
+    rival = numbers.line(numbers.run_of("vs_zero3_7b", LINES), "rival")
+    assert names.name(rival) == "Twin-Flow, compiled"
     assert BOOT["boot"] not in numbers.number("machine", "vs_zero3_14b/fast", LINES)

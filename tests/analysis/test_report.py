@@ -7,7 +7,8 @@ import pytest
 
 from analysis import __main__ as command
 from analysis import report, rows, studies, tables
-from tests.made_rows import CPU, row, save
+from analysis.figures import of_study
+from tests.made_rows import CPU, framed, row, save
 from tests.study_rows import batch_rows, config, factor_rows, grid_rows, ladder_rows, size_rows
 
 
@@ -16,7 +17,22 @@ def test_an_axis_of_studies_yaml_that_no_row_has_is_one_line(monkeypatch) -> Non
     bad = dataclasses.replace(known, x="system.bogus")
     monkeypatch.setattr(studies, "listed", lambda: {bad.name: bad})
     with pytest.raises(ValueError, match=r"studies.yaml: double_buffering.x: got 'system.bogus'"):
-        list(report.sections(rows.from_rows(grid_rows())))
+        list(report.sections(framed(grid_rows())))
+
+
+@pytest.mark.parametrize("entry", ["{title: Mine, bogus: 1}", "{figure: bars}", ""])
+def test_an_entry_of_studies_yaml_that_is_none_is_one_line(entry: str, tmp_path: Path) -> None:
+    path = tmp_path / "studies.yaml"
+    path.write_text(f"mine: {entry}\n")
+    with pytest.raises(ValueError, match=r"studies.yaml: mine: .*allowed") as caught:
+        studies.listed(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_figure_that_there_is_not_is_one_line() -> None:
+    ((known, lines),) = report.sections(framed(grid_rows()))
+    with pytest.raises(ValueError, match=r"figure: got 'pie', allowed comparison, bars"):
+        of_study.draw(dataclasses.replace(known, figure="pie"), lines)
 
 
 def run(capsys, *arguments: object) -> tuple[int, str, str]:
@@ -59,10 +75,8 @@ def test_energy_stands_in_the_report_where_rows_know_it(tmp_path: Path, capsys) 
     page = (tmp_path / "report.md").read_text()
     assert "| 0.0183 | 1.48 | power 75% |" in page  # 600 W over 32,768 tokens/s
     assert "0.0183" in (tmp_path / "report.tex").read_text()
-    assert (tmp_path / "energy.png").read_bytes().startswith(b"\x89PNG")
     save(path, given[:1])
     assert run(capsys, "report", path)[0] == 0
-    assert not (tmp_path / "energy.png").exists()
     assert "J/token" not in (tmp_path / "report.md").read_text()
 
 
@@ -78,8 +92,8 @@ def test_energy_stands_in_the_report_where_rows_know_it(tmp_path: Path, capsys) 
 )
 def test_what_varies_is_drawn(given, x, hue, figure, tmp_path: Path, capsys) -> None:
     save(tmp_path / "rows.jsonl", given)
-    (section,) = report.sections(rows.frame(tmp_path))
-    assert (section.study.x, section.study.hue, section.study.figure) == (x, hue, figure)
+    ((study, _),) = report.sections(rows.frame(tmp_path))
+    assert (study.x, study.hue, study.figure) == (x, hue, figure)
     assert run(capsys, "report", tmp_path)[0] == 0
     assert (tmp_path / "report.png").exists()
 
@@ -98,10 +112,10 @@ def test_streams_and_batch_are_one_figure_of_two_axes(tmp_path: Path) -> None:
         for streams in (1, 2, 3)
         for batch in (4, 8, 16)
     ]
-    (section,) = report.sections(rows.from_rows(given))
-    assert (section.study.x, section.study.hue) == ("system.streams", "batch_size")
-    (turned,) = report.sections(rows.from_rows(given), x="batch_size", hue="system.streams")
-    assert (turned.study.x, turned.study.hue) == ("batch_size", "system.streams")
+    ((study, _),) = report.sections(framed(given))
+    assert (study.x, study.hue) == ("system.streams", "batch_size")
+    ((turned, _),) = report.sections(framed(given), x="batch_size", hue="system.streams")
+    assert (turned.x, turned.hue) == ("batch_size", "system.streams")
 
 
 def test_a_cpu_s_speeds_say_what_they_prove(tmp_path: Path, capsys) -> None:

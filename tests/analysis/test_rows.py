@@ -7,7 +7,7 @@ import pytest
 
 from analysis import record, rows
 from tests.analysis.test_record import lines_of
-from tests.made_rows import H200, curve, row, save
+from tests.made_rows import H200, curve, framed, row, save
 
 
 def test_a_null_stays_null_and_bytes_become_gb(tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_a_null_stays_null_and_bytes_become_gb(tmp_path: Path) -> None:
 
 def test_a_run_is_named_by_date_machine_and_boot() -> None:
     machine = {**H200, "boot": "0123abcd"}
-    found = rows.from_rows(
+    found = framed(
         [
             row("zero3", [1.0], machine=machine),
             row("fsdp2", [1.0], machine={**machine, "boot": None}),
@@ -39,7 +39,7 @@ def test_two_boots_are_two_runs_and_both_stay() -> None:
         row("zero3", [step], machine={**H200, "boot": boot})
         for boot, step in (("aaaaaaaa", 1.0), ("bbbbbbbb", 2.0))
     ]
-    found = rows.from_rows(again)
+    found = framed(again)
     assert list(found["run"].str[-8:]) == ["aaaaaaaa", "bbbbbbbb"]
     assert found["cell"].nunique() == 1
 
@@ -48,7 +48,7 @@ def test_within_a_run_the_last_row_of_a_cell_counts_whatever_its_clock_says() ->
     machine = {**H200, "boot": "0123abcd"}
     first = row("zero3", status="timeout", machine=machine, started_at="2026-11-23T00:00:00Z")
     then = row("zero3", [1.0], machine=machine, started_at="2026-11-22T00:00:00Z")
-    assert list(rows.from_rows([first, then])["status"]) == ["ok"]
+    assert list(framed([first, then])["status"]) == ["ok"]
 
 
 def test_a_reference_measured_later_is_held_against() -> None:
@@ -60,7 +60,7 @@ def test_a_reference_measured_later_is_held_against() -> None:
     }
     early = row("megatrain", [1.0], losses=curve(5, 1e-4), config=config)
     late = row("in_memory", [1.0], losses=curve(5), config=config)
-    found = rows.from_rows([early, late]).set_index("system")
+    found = framed([early, late]).set_index("system")
     assert found.loc["megatrain", "agrees"]
 
 

@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from analysis import names, record, rows, speeds, studies
+from analysis import names, record, speeds, studies
 from sweeps.result import Row
-from tests.made_rows import curve, row
+from tests.made_rows import curve, framed, row
 from tests.sweeps.test_config import composed
 
 
@@ -23,7 +23,7 @@ def measured(repeat: int, system: str, step_s: list[float], **fields: object) ->
 
 
 def lines_of(given: list[Row]):
-    return speeds.lines(studies.assigned(rows.from_rows(given))).set_index("system")
+    return speeds.lines(studies.assigned(framed(given))).set_index("system")
 
 
 def test_one_cell_s_interval_is_t_s_on_the_logarithm_of_its_windows() -> None:

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from analysis import whole
+from analysis import record
 
 
 def test_a_full_disk_leaves_the_file_that_was_there(tmp_path: Path) -> None:
-    whole.write(tmp_path / "figure.png", b"before")
+    record.write(tmp_path / "figure.png", b"before")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))
     try:
         with pytest.raises(OSError, match="too large") as caught:
-            whole.write(tmp_path / "figure.png", b"after" * 1000)
+            record.write(tmp_path / "figure.png", b"after" * 1000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert str(tmp_path / "figure.png") in str(caught.value)
@@ -29,11 +29,11 @@ def test_a_full_disk_leaves_the_file_that_was_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_kill_leaves_the_file_that_was_there(tmp_path: Path, call: str) -> None:
     """SIGKILL in the child as it is about to make that call."""
-    whole.write(tmp_path / "page.md", b"before")
+    record.write(tmp_path / "page.md", b"before")
     child = os.fork()
     if not child:
         setattr(os, call, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        whole.write(tmp_path / "page.md", b"after" * 10_000)
+        record.write(tmp_path / "page.md", b"after" * 10_000)
         os._exit(0)
     assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
     assert (tmp_path / "page.md").read_bytes() == b"before"
@@ -46,7 +46,7 @@ def test_writers_in_one_folder_do_not_meet(tmp_path: Path) -> None:
         child = os.fork()
         if not child:
             for _ in range(20):
-                whole.write(tmp_path / "page.md", bytes([letter]) * 50_000)
+                record.write(tmp_path / "page.md", bytes([letter]) * 50_000)
             os._exit(0)
         children.append(child)
     assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
@@ -57,6 +57,6 @@ def test_writers_in_one_folder_do_not_meet(tmp_path: Path) -> None:
 def test_a_link_is_written_through(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "page.md").symlink_to(tmp_path / "elsewhere" / "page.md")
-    whole.write(tmp_path / "page.md", b"text")
+    record.write(tmp_path / "page.md", b"text")
     assert (tmp_path / "page.md").is_symlink()
     assert (tmp_path / "elsewhere" / "page.md").read_bytes() == b"text"

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from analysis import rows, speeds, studies, tables
+from analysis import speeds, studies, tables
 from baselines import lora
 from baselines.model import initial_weights, materialise
 from baselines.registry import build
 from baselines.system import Unsupported
 from sweeps.agreement import compared
 from tests.baselines.test_baseline_parity import CPU, make_batch, make_spec, train
-from tests.made_rows import row
+from tests.made_rows import framed, row
 from tests.study_rows import config
 
 pytest.importorskip("peft")
@@ -154,7 +154,7 @@ def test_it_is_never_ranked_nor_compared() -> None:
     reference = row("in_memory", [2.0] * 3, losses=[3.0, 2.0], config=known)
     mine = row("lora", [1.0] * 3, losses=[3.0, 2.0], config=known)
     assert compared(mine, [reference]).agrees is None
-    found = rows.from_rows([reference, mine, row("zero3", [4.0] * 3, losses=[3.0, 2.0])])
+    found = framed([reference, mine, row("zero3", [4.0] * 3, losses=[3.0, 2.0])])
     lines = speeds.lines(studies.assigned(found))
     assert list(lines[speeds.comparable(lines)]["system"]) == ["in_memory", "zero3"]
     table = tables.of(studies.Study(name="mine", title="Mine"), lines)

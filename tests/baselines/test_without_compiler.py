@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from analysis import numbers, rows, speeds, studies, tables
+from analysis import numbers, speeds, studies, tables
 from baselines import megatrain
 from baselines.registry import build
 from baselines.system import ModelSpec, Shape, SystemSpec, Unsupported
 from engine import Machine, Recipe, native
 from sweeps.config import cell_from
 from tests.baselines.test_model import TINY
-from tests.made_rows import curve, row
+from tests.made_rows import curve, framed, row
 from tests.models import H200
 from tests.sweeps.test_config import composed
 
@@ -98,7 +98,7 @@ def test_the_fallback_is_never_ranked_nor_held_against_others() -> None:
         ),
         row("megatrain", [1.5], agrees=True, cell="b", config=config()),
     ]
-    lines = speeds.lines(studies.assigned(rows.from_rows(given)))
+    lines = speeds.lines(studies.assigned(framed(given)))
     asked = lines[lines["caveat"].notna()].iloc[0]
     own = lines[(lines["system"] == "megatrain") & ~lines["fallback"]].iloc[0]
     assert asked["fallback"]

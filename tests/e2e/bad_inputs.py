@@ -568,16 +568,14 @@ TABLE = {
         docs --results nope => nope
         docs --results folder => folder
         docs --nope => --nope
+        notebooks nope => nope
+        notebooks --nope => --nope
         add => PATH
         add nope => nope
         add folder => folder
         add torn.jsonl --results folder => torn.jsonl
         add list.jsonl --results folder => list.jsonl
         add later.jsonl --results folder => later.jsonl
-    """,
-    "analysis.notebooks": """
-        nope => nope
-        --nope => --nope
     """,
     "engine": """
         => usage
@@ -594,7 +592,6 @@ LONG = "n" * 300
 MODULES = {
     "engine": "engine.__main__",
     "analysis": "analysis.__main__",
-    "analysis.notebooks": "analysis.notebooks.__main__",
 }
 
 

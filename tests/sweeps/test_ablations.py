@@ -13,8 +13,9 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
-from analysis import figures, report
+from analysis import report
 from analysis import rows as frames
+from analysis.figures import of_study
 from baselines.model import count_params
 from sweeps import auto, cell, environment, study, upload
 from sweeps.command import command_of
@@ -22,6 +23,7 @@ from sweeps.config import Cell, cell_from
 from sweeps.isolate import Outcome, guarded
 from sweeps.result import Row, read_rows
 from sweeps.rows import Rows, comparable
+from tests.made_rows import framed
 from tests.models import H200
 from tests.study_cells import overrides
 
@@ -143,7 +145,7 @@ def test_every_study_runs_on_the_cpu_from_its_cells_to_its_figure(
     frame = frames.frame(tmp_path)
     assert len(frame) == len(cells) >= 2
     told = list(report.sections(frame))
-    pages = "".join(report.markdown(part, "") for part in told)
+    pages = "".join(report.markdown(*part) for part in told)
     assert pages.count("| out of device memory |") == len(given) - len(mine)
     named = [
         line for line in pages.splitlines() if line.startswith("| ") and "tokens/s" not in line
@@ -152,7 +154,7 @@ def test_every_study_runs_on_the_cpu_from_its_cells_to_its_figure(
         "a name for each row"
     )
     for part in told:
-        assert figures.of_study(part.study, part.lines).axes
+        assert of_study.draw(*part).axes
     assert capsys.readouterr().out.count(" x ") == len(mine)
 
 
@@ -361,4 +363,4 @@ def test_a_cell_without_room_says_what_its_step_would_take(
     row = study.row_of(cell_from(config), outcome, started_at="", machine={})
     assert (row.status, row.tokens_per_s, caps) == ("wont_fit", None, [24_000_000_000])
     assert 1 < row.plan["step_s"] < 10
-    assert frames.from_rows([row])["plan"][0]["step_s"] == row.plan["step_s"]
+    assert framed([row])["plan"][0]["step_s"] == row.plan["step_s"]

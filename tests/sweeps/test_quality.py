@@ -7,14 +7,14 @@ import matplotlib as mpl
 import pytest
 from matplotlib import style as plot_style
 
-from analysis import answers, figures, report, speeds, studies, tables
+from analysis import answers, report, speeds, studies, tables
 from analysis import rows as frames
-from analysis.figures import style
+from analysis.figures import of_study, style
 from sweeps import auto, study, sums
 from sweeps.command import command_of
 from sweeps.result import read_rows
 from sweeps.rows import Rows
-from tests.made_rows import row
+from tests.made_rows import framed, row
 from tests.study_rows import config
 from tests.sweeps.test_ablations import in_this_process
 
@@ -96,18 +96,15 @@ def test_the_study_runs_on_the_cpu_from_its_text_to_its_figure(
         one.losses for one in full if one.preset == "fast_fp32"
     ], "the split master is an fp32 one"
     (section,) = report.sections(frames.frame(out))
-    page = report.markdown(section, "")
+    page = report.markdown(*section)
     assert page.startswith("# Does it learn the same?")
     assert "ways to train every parameter end within" in page
     assert "MegaTrain fast, bf16 master ends" in page
     last = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")][-2:]
     assert last == ["LoRA", "QLoRA"]
     with mpl.rc_context(), plot_style.context(style.LOOK):
-        tokens, hours, gap = figures.of_study(section.study, section.lines).axes
+        tokens, hours = of_study.draw(*section).axes
     assert len(tokens.lines) == len(hours.lines) == 7
-    assert len(gap.lines) == 2 * 2 + 1
-    assert tokens.get_title(loc="left").startswith("LoRA ends")
-    assert gap.get_title(loc="left").startswith("With a bf16 master")
 
 
 def curve(*losses: float) -> list[dict[str, float]]:
@@ -121,21 +118,8 @@ def test_what_is_not_known_of_quality_is_not_said() -> None:
     of: dict = {"experiment": "quality"}
     given = [row("in_memory", [1.0] * 3, config=config(name="in_memory"), **of)]
     for rows in (given, [*given, row("lora", [1.0] * 3, heldout=curve(3.0, 2.0), **of)]):
-        lines = speeds.lines(studies.assigned(frames.from_rows(rows)))
+        lines = speeds.lines(studies.assigned(framed(rows)))
         told = studies.listed()["quality"]
-        assert "Fewer than two systems" in answers.answer(told, lines).sentence
+        assert "Fewer than two systems" in answers.answer(told, lines)
         assert tables.of(told, lines)["held-out loss"].eq(tables.NONE).all()
-        assert style.drawn(lambda lines=lines, told=told: figures.of_study(told, lines))
-
-
-def test_the_gap_of_a_master_is_against_the_split_one() -> None:
-    given = [
-        row("megatrain", [1.0] * 3, preset=preset, cell=master, losses=losses, experiment="quality",
-            config=config(master=master))
-        for preset, master, losses in (
-            ("fast", "split", [3.0, 2.0]), ("fast_bf16", "bf16", [3.0, 2.5, 1.0])
-        )
-    ]  # fmt: skip
-    lines = speeds.lines(studies.assigned(frames.from_rows(given)))
-    ((master, line, gaps),) = answers.master_gaps(lines)
-    assert (master, line["family"], gaps) == ("bf16", "megatrain_fast_bf16", [0.0, 0.5])
+        assert style.drawn(lambda lines=lines, told=told: of_study.draw(told, lines))

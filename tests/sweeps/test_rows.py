@@ -28,7 +28,7 @@ from sweeps.result import Row, read_rows, row_of_line
 from sweeps.rows import Rows
 from sweeps.session import Session
 from tests.e2e.test_sweeps_cli import SMALL
-from tests.made_rows import row, save
+from tests.made_rows import framed, row, save
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = (
@@ -394,8 +394,8 @@ def test_what_is_read_can_be_reported() -> None:
                 refused.append(str(error))
     assert all(line.startswith("here has ") for line in refused)
     assert min(len(accepted), len(refused)) > 80
-    for part in report.sections(frames.from_rows(accepted)):
-        assert report.markdown(part, "")
+    for part in report.sections(framed(accepted)):
+        assert report.markdown(*part)
 
 
 def test_a_row_without_a_config_is_nobody_s_trial_and_tells_no_rates(tmp_path: Path) -> None:

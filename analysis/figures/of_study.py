@@ -1,0 +1,179 @@
+"""The figures that a study can ask for by its `figure` in studies.yaml."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from analysis import answers, names, paper, speeds, studies, tables
+from analysis.figures import style
+from analysis.studies import Study
+from sweeps.agreement import ADAPTERS
+
+COLORS = ("#1f5fa8", "#e0701f", "#3f8f3a", "#5f4690")
+BLUES = ("#9cc5ea", "#4f8fca", "#1f5fa8", "#123a68")
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (2, 2)), (0, (5, 1, 1, 1)))
+SCALED = ("num_params", "batch_size", "seq_len", "machine.device_bytes")
+"""What is drawn on a logarithmic axis, for it doubles from point to point."""
+RIVALS = ("zero3", "zero3_twinflow")
+Look = dict[str, Any]
+
+
+def drawable(study: Study, lines: pd.DataFrame) -> bool:
+    """Whether anything was measured that a figure could show."""
+    return bool(studies.leading(study, lines)["tokens_per_s"].notna().any())
+
+
+def draw(study: Study, lines: pd.DataFrame, beside: Iterable[pd.DataFrame] = ()) -> Figure:
+    """The figure of a study's lines: of all runs for lines along x, else of the leading one."""
+    lead = studies.leading(study, lines)
+    if study.figure == "lines":
+        ordered = pd.concat([lead, lines.drop(lead.index)])
+        return along(study, ordered, pd.concat([lines[:0], *beside]))
+    kinds = {"comparison": bars, "bars": bars, "losses": losses, "quality": quality}
+    if study.figure not in kinds:
+        allowed = f"allowed {', '.join(kinds)}, lines; choose one"
+        raise ValueError(f"studies.yaml: {study.name}.figure: got {study.figure!r}, {allowed}")
+    return kinds[study.figure](study, max(studies.parts(study, lead), key=len))
+
+
+def bars(study: Study, lines: pd.DataFrame) -> Figure:
+    """Throughput with its interval, and memory: of systems with their ratios, the fastest above and
+    hollow what is not ranked; of settings in order with their changes, and of a rung of the ladder
+    with that from the rung before."""
+    shown = tables.sort(study, lines[lines["tokens_per_s"].notna()])
+    about, found = f"{names.setup(shown)}; bars: 95% intervals", tables.ratios(study, shown)
+    figure = Figure(figsize=(style.PAGE_IN, 0.75 + 0.36 * len(shown)))
+    speed, memory = figure.subplots(1, 2, width_ratios=(3, 2), sharey=True)
+    if study.compares:
+        may, times = speeds.comparable(shown), found.map(lambda one: one.times, na_action="ignore")
+        words = times.where(may, "other losses")
+        shown = shown.assign(label=tables.labels(shown), words=words, may=may)
+        shown = shown.sort_values(["may", "tokens_per_s"], ascending=False)
+    else:
+        against, steps = tables.base_title(study), [line for _, line in shown.iterrows()]
+        if study.x == "system.preset":
+            against = "the bar above, to which each adds one switch"
+            found[1:] = [speeds.ratio(*pair) for pair in zip(steps[1:], steps, strict=False)]
+        about += f"; changes are against {against}"
+        labels = [", ".join(tables.value(line, path) for path in study.axes) for line in steps]
+        words = found.map(lambda one: one.change, na_action="ignore")
+        shown = shown.assign(label=labels, words=words)
+    style.bars(speed, shown, shown["words"])
+    speed.xaxis.set_major_locator(MaxNLocator(5))
+    speed.set_xlim(0, 1.36 * shown["tokens_per_s"].max())
+    speed.set_yticks(range(len(shown)), shown["label"].str.replace(", ", ",\n", n=1))
+    speed.invert_yaxis()
+    device, host = (shown[name].fillna(0.0) for name in ("device_gb", "host_gb"))
+    memory.barh(speed.get_yticks(), device, height=0.67, color="#4a4a4a", label="GPU")
+    look: Look = {"left": device, "height": 0.67, "color": "#c9c9c9", "label": "host"}
+    known = [f"{gpu:.3g} + {rest:.3g}" for gpu, rest in zip(device, host, strict=True)]
+    memory.bar_label(memory.barh(speed.get_yticks(), host, **look), known, padding=5, fontsize=7)
+    memory.set(xlabel="peak memory (GB)", xlim=(0, 1.3 * (device + host).max() or 1))
+    memory.grid(axis="y", visible=False)
+    memory.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2)
+    style.titled(figure, answers.answer(study, lines), about)
+    return figure
+
+
+def losses(study: Study, lines: pd.DataFrame) -> Figure:
+    """How far each line's losses lie from the first's without a caveat."""
+    shown = tables.sort(study, lines[lines["tokens_per_s"].notna()])
+    figure = Figure(figsize=(style.PAGE_IN * 0.72, 2.6))
+    axes, labels = figure.subplots(), tables.values(shown, str(study.x))
+    for at, gaps in enumerate(answers.loss_gaps(shown)):
+        look: Look = {"marker": "os^D"[at % 4], "color": COLORS[at % 4], "label": labels[at]}
+        axes.plot(range(1, len(gaps) + 1), gaps, **look)
+    axes.set(xlabel="step", ylabel="loss − that of an fp32 master")
+    axes.legend()
+    style.titled(figure, answers.losses(study, shown), names.setup(lines))
+    return figure
+
+
+def along(study: Study, lines: pd.DataFrame, beside: pd.DataFrame) -> Figure:
+    """What a study varies along x, one line a hue: throughput with its intervals. lines: of all
+    runs, the leading one first; each run's points are joined among themselves.
+
+    beside: other studies' lines, of which rivals at the same shape are drawn as single marks.
+    """
+    figure = Figure(figsize=(style.PAGE_IN * 0.72, 2.9))
+    axes, ready = figure.subplots(), lines[lines["tokens_per_s"].notna()]
+    shown = tables.sort(study, pd.concat([ready, _rivals(study, ready, beside)]))
+    shown = shown.assign(x=pd.to_numeric(shown[study.x].fillna(0)))
+    for order, (label, mine, look) in enumerate(_series(study, shown)):
+        _line(axes, study, mine, look | {"label": label, "zorder": 3 + order}, shown["x"])
+    told = paper.along(study).sort_values("x")
+    for family, mine in told.groupby("system", sort=False):
+        look = {"label": f"{names.family_name(str(family))}, paper", "markerfacecolor": "white"}
+        axes.errorbar(mine["x"], mine["y"], linestyle=":", **look, **names.look(str(family)))
+    known, x = sorted({*shown[study.x].dropna(), *told["x"]}), str(study.x)
+    words = [names.value(x, value).removesuffix("B") for value in known]
+    if x in SCALED:
+        axes.set_xscale("log", base=2)
+    axes.set_xticks([float(value) for value in known], words)
+    axes.minorticks_off()
+    axes.set(xlabel=names.setting(x), ylabel=names.setting(study.value), ylim=(0, None))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    about = f"{names.setup(ready)}; bars: 95% intervals"
+    about += "; a line or single mark: one run" if shown["run"].nunique() > 1 else ""
+    about += ", rivals on other machines" if len(shown) > len(ready) else ""
+    about += "; dotted: the paper, one GH200, other batches" if study.paper else ""
+    style.titled(figure, answers.answer(study, lines), about)
+    return figure
+
+
+def _series(study: Study, shown: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame, Look]]:
+    """(label, lines, colour and marker) of every hue."""
+    if study.hue in (None, "system"):
+        for (family, _), mine in shown.groupby(["family", "mode"], sort=False):
+            yield names.name(mine.iloc[0]), mine, names.look(str(family))
+        return
+    several = list(shown.groupby(study.hue))
+    for at, (value, mine) in enumerate(several):
+        label = f"{names.setting(study.hue)}: {names.value(study.hue, value)}"
+        color = BLUES[(at - len(several)) % len(BLUES)]
+        yield label, mine, {"color": color, "marker": "o^sD"[at % 4]}
+
+
+def _line(axes: Axes, study: Study, mine: pd.DataFrame, look: Look, places: pd.Series) -> None:
+    """A line a run with its intervals, broken at a place that was not measured in its run."""
+    for _, part in mine.groupby("run", sort=False):
+        within = sorted(places[places.between(part["x"].min(), part["x"].max())].unique())
+        part = part.set_index("x").reindex(within)
+        ends = style.reach(part) * (part[study.value] / part["tokens_per_s"]).to_numpy()
+        axes.errorbar(within, part[study.value], yerr=ends, **style.WHISKER, **look)
+        look = look | {"label": None}
+
+
+def _rivals(study: Study, shown: pd.DataFrame, beside: pd.DataFrame) -> pd.DataFrame:
+    """The strongest of ZeRO-3 and of Twin-Flow in each of those runs, at a shape of this study."""
+    same = [name for name in studies.SHAPES if name != study.x]
+    near = beside[beside["family"].isin(RIVALS) & speeds.comparable(beside)]
+    near = near.merge(shown[same].drop_duplicates(), on=same)
+    return near.loc[near.groupby(["run", "family", str(study.x)])["tokens_per_s"].idxmax()]
+
+
+def quality(study: Study, lines: pd.DataFrame) -> Figure:
+    """Whether systems learn the same: held-out loss against tokens and against hours."""
+    shown = lines[lines["tokens_per_s"].notna()]
+    shown = shown.assign(label=tables.labels(shown))
+    figure = Figure(figsize=(style.PAGE_IN, 3.2))
+    tokens, hours = figure.subplots(1, 2, sharey=True)
+    for at, (_, line) in enumerate(shown.iterrows()):
+        look = names.look(line["family"]) | {"marker": "", "linestyle": DASHES[at % 4]}
+        look |= {"linewidth": 1.2 + 0.4 * max(0, 4 - at), "label": line["label"]}  # equal ones show
+        seen = pd.DataFrame(line["heldout"], columns=["tokens", "seconds", "loss"])
+        tokens.plot(seen["tokens"] / 1e6, seen["loss"], **look)
+        hours.plot(seen["seconds"] / 3600, seen["loss"], **look)
+    tokens.set(xlabel="million tokens", ylabel="held-out loss (nats)")
+    hours.set(xlabel="hours of training")
+    hours.xaxis.set_major_locator(MaxNLocator(4))
+    adapters = "; LoRA trains another function" if shown["system"].isin(ADAPTERS).any() else ""
+    handles = tokens.get_legend_handles_labels()[0]
+    about = f"{names.setup(lines)}{adapters}"
+    style.titled(figure, answers.answer(study, lines), about, legend=handles, columns=4)
+    return figure
