@@ -3,6 +3,7 @@ pipeline does, and a state that is saved and resumed from any of them."""
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from engine import EngineConfig, Machine, MegaTrain, NonFiniteLossError, Ranks, 
 from engine.blocks import STAGES
 from engine.disk import Drives
 from engine.step import Kind
+from tests.engine.test_disk import FAILS, IS_LATE, MOVES_LESS, inject
 from tests.engine.test_ranks import ROWS, batch_of, model_of
 from tests.engine.test_ranks import engine_of as engine_of_ranks
 from tests.models import assert_same, make_batch, make_engine, make_model, train
@@ -238,6 +240,43 @@ def test_a_drive_that_fails_ends_the_run_in_one_line(call, step, tmp_path, monke
     loss = resumed.train_step(make_batch(1)).item()
     assert loss == in_memory(torch.bfloat16, 0.5, "split")[0][1]
     resumed.close()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "value"), [(MOVES_LESS, 4096), (MOVES_LESS, 8192), (IS_LATE, 2000)], ids=str
+)
+def test_a_drive_that_stutters_changes_no_bit(wrong, value, tmp_path):
+    """Short reads and writes, and calls that take their time."""
+    engine = engine_of(tmp_path, disk_blocks=5)
+    drives = engine.store._drives
+    assert drives is not None
+    inject(drives, wrong, value, after=3, times=200)
+    found = train(engine, 4)
+    engine.close()
+    assert_same(found, in_memory(torch.bfloat16, 0.5, "split"))
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("after", [0, 7, 13])
+def test_an_error_of_a_drive_ends_the_run_before_a_wrong_byte_is_used(code, after, tmp_path):
+    """Losses up to there are right, and every later step raises too."""
+    engine = engine_of(tmp_path, disk_blocks=5)
+    drives = engine.store._drives
+    assert drives is not None
+    inject(drives, FAILS, code, after=after, times=1)
+    losses: list[float] = []
+
+    def go_on() -> None:
+        for step in range(4):
+            losses.append(engine.train_step(make_batch(step)).item())
+
+    with pytest.raises(OSError, match=str(tmp_path)) as error:
+        go_on()
+    assert "\n" not in str(error.value)
+    assert losses == in_memory(torch.bfloat16, 0.5, "split")[0][: len(losses)]
+    with pytest.raises(OSError, match=str(tmp_path)):
+        engine.train_step(make_batch(9))
+    engine.close()
 
 
 @pytest.mark.parametrize(
