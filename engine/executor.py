@@ -458,10 +458,10 @@ class Executor:
         self.counters["optimizer_s"] += time.perf_counter() - started
 
     def _read_state(self, op: Op, _: StepState) -> None:
-        self.counters["disk_read_bytes"] += self.store.read_state(op.block)
+        self.counters["disk_read_bytes"] += self.store.on_disk.read(op.block)
 
     def _write_state(self, op: Op, _: StepState) -> None:
-        self.counters["disk_written_bytes"] += self.store.write_state(op.block)
+        self.counters["disk_written_bytes"] += self.store.on_disk.write(op.block)
 
     def _moments(self, op: Op, _: StepState) -> None:
         self._update_moments(op.block)

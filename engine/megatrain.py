@@ -124,8 +124,9 @@ class MegaTrain(Trainer):
         found = []
         if self.work.dtype == torch.bfloat16 and self.config.master == "bf16":
             found.append("bfloat16 weights are the master, as published: small updates are lost")
-        if self._store is not None and self._store.disk_caveat:
-            found.append(self._store.disk_caveat)
+        tier = None if self._store is None else self._store.tier
+        if tier is not None and tier.caveat:
+            found.append(tier.caveat)
         if self.config.torch_adamw:
             found.append(
                 "AdamW through torch, several times slower than its own: not the engine's speed, "

@@ -126,7 +126,7 @@ class Taking:
                 if block not in self._copies:
                     self._copies[block] = _copies_for(self._store, block)
                 if block in self._store.spec.on_disks:
-                    self._store.copy_state(block, self._copies[block][ON_DISK])
+                    self._store.on_disk.copy(block, self._copies[block][ON_DISK])
                     tensors = {"weight": tensors["weight"]}
                 for name, tensor in tensors.items():
                     copy(self._copies[block][name], tensor)

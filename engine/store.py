@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from engine.blocks import STAGES
-from engine.disk import Drives
 from engine.layout import within
 from engine.master import BlockState, read_master, write_master
 from engine.ranks import Ranks
 from engine.sizes import PAGE, StoreSpec
+from engine.tier import Tier
 
 PIECE = 1 << 20
 """Elements of a parameter that are split into weight and master at a time: each takes 16 bytes
@@ -35,7 +35,6 @@ class Store:
     ) -> None:
         """folders: one a drive, where there is state on disk. Raises what `Drives` does."""
         self.spec, self.ranks = spec, ranks
-        self._drives = Drives(folders, spec.disk_bytes) if spec.on_disks else None
         sizes = spec.hosted_numels
         resident = [0 if block in spec.on_disks else size for block, size in enumerate(sizes)]
         self._arena = Arena(spec.buffers(), pinned=spec.pinned)
@@ -59,63 +58,31 @@ class Store:
             home = torch.zeros(spec.layouts[block].numel, dtype=spec.dtype, device=device)
             self.homes[block] = home
             self.states[block] = _device_state(spec, home[self.part(block)])
-        self._stages = Arena([spec.stage_bytes] * STAGES, pinned="none").pieces
-        self._places: dict[int, tuple[int, torch.Tensor]] = {}
-        """Block on disk -> where its state begins there, and the buffer that it passes through."""
-        self._fetched, self._changed = -1, False
-        """The block on disk whose state is in its buffer between steps, and whether it is to go
-        back."""
-        offset = 0
-        for place, block in enumerate(spec.on_disks):
-            buffer = self._stages[place % STAGES][: spec.rest_itemsize * spec.part(block)]
-            self._places[block] = offset, buffer
-            self.states[block] = staged_state(spec, self.states[block].weight, buffer)
-            offset += buffer.numel()
+        self.stages = Arena([spec.stage_bytes] * STAGES, pinned="none").pieces
+        """Buffers that state on disk passes through."""
+        self.tier = Tier(spec, folders, self.stages) if spec.on_disks else None
+        """State on disk, where there is any."""
+        for block in spec.on_disks:
+            self.states[block] = staged_state(
+                spec, self.states[block].weight, self.on_disk.places[block][1]
+            )
 
-    # State on disk.
-
-    def read_state(self, block: int) -> int:
-        """From the drives into the block's buffer; bytes."""
-        offset, buffer = self._places[block]
-        self._of_drives.read(offset, buffer)
-        return buffer.numel()
-
-    def write_state(self, block: int) -> int:
-        """And back; bytes."""
-        offset, buffer = self._places[block]
-        self._of_drives.write(offset, buffer)
-        return buffer.numel()
+    @property
+    def on_disk(self) -> Tier:
+        """State on disk."""
+        assert self.tier is not None, "nothing is on disk"
+        return self.tier
 
     def fetch(self, block: int, *, changes: bool = False) -> None:
-        """Between steps: have the state of a block in memory; nothing to do but for one on disk.
-        changes: whether it will be written over, and must go back."""
-        if block not in self._places:
-            return
-        if block != self._fetched:
-            self.settle()
-            self.read_state(block)
-            self._fetched = block
-        self._changed |= changes
+        """Between steps: have the state of a block in memory. changes: whether it will be written
+        over."""
+        if block in self.spec.on_disks:
+            self.on_disk.fetch(block, changes=changes)
 
     def settle(self) -> None:
-        """Before the next step: what `fetch` fetched is on its drives again."""
-        if self._changed:
-            self.write_state(self._fetched)
-        self._fetched, self._changed = -1, False
-
-    def copy_state(self, block: int, into: torch.Tensor) -> None:
-        """What is on disk of a block, as bytes, beside the steps. into: as long, page-aligned."""
-        self._of_drives.read(self._places[block][0], into)
-
-    @property
-    def _of_drives(self) -> Drives:
-        assert self._drives is not None, "nothing is on disk"
-        return self._drives
-
-    @property
-    def disk_caveat(self) -> str | None:
-        """What must be said of how the drives are used."""
-        return None if self._drives is None else self._drives.caveat
+        """Before the next step: what `fetch` fetched is where it belongs."""
+        if self.tier is not None:
+            self.tier.settle()
 
     def part(self, block: int) -> slice:
         """This rank's elements of a block."""
@@ -174,8 +141,8 @@ class Store:
     def close(self) -> None:
         """Unpin, and give the drives back; idempotent."""
         self._arena.close()
-        if self._drives is not None:
-            self._drives.close()
+        if self.tier is not None:
+            self.tier.close()
 
 
 def staged_state(spec: StoreSpec, weight: torch.Tensor, buffer: torch.Tensor) -> BlockState:

@@ -115,7 +115,7 @@ class _Guard:
             else:
                 found |= {f"host weights {block}": master, f"host moments {block}": moments}
         if blocks.disk_blocks:
-            found |= {f"stage {i}": [t] for i, t in enumerate(store._stages)}
+            found |= {f"stage {i}": [t] for i, t in enumerate(store.stages)}
         found |= {f"host slab {i}": [t] for i, t in store.slabs.items()}
         found |= {f"host gradients {b}": [t] for b, t in store.parked.items()}
         found |= {f"host activations {b}": [t] for b, t in store.activations.items()}

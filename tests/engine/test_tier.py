@@ -248,8 +248,7 @@ def test_a_drive_that_fails_ends_the_run_in_one_line(call, step, tmp_path, monke
 def test_a_drive_that_stutters_changes_no_bit(wrong, value, tmp_path):
     """Short reads and writes, and calls that take their time."""
     engine = engine_of(tmp_path, disk_blocks=5)
-    drives = engine.store._drives
-    assert drives is not None
+    drives = engine.store.on_disk._drives
     inject(drives, wrong, value, after=3, times=200)
     found = train(engine, 4)
     engine.close()
@@ -261,8 +260,7 @@ def test_a_drive_that_stutters_changes_no_bit(wrong, value, tmp_path):
 def test_an_error_of_a_drive_ends_the_run_before_a_wrong_byte_is_used(code, after, tmp_path):
     """Losses up to there are right, and every later step raises too."""
     engine = engine_of(tmp_path, disk_blocks=5)
-    drives = engine.store._drives
-    assert drives is not None
+    drives = engine.store.on_disk._drives
     inject(drives, FAILS, code, after=after, times=1)
     losses: list[float] = []
 
