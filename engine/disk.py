@@ -15,6 +15,7 @@ import errno
 import mmap
 import os
 import shutil
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -138,10 +139,7 @@ class Drives:
     @property
     def caveat(self) -> str | None:
         """What it costs where it is not, in one line."""
-        if self.direct:
-            return None
-        through = ", ".join(str(f.path.parent.parent) for f in self._files if not f.direct)
-        return f"{through}: through the page cache, which copies every byte once more"
+        return _through_cache([f.path.parent.parent for f in self._files if not f.direct])
 
     def read(self, offset: int, into: torch.Tensor) -> None:
         """Fill a tensor with the bytes from `offset` on; on OSError what it holds is garbage.
@@ -280,6 +278,28 @@ def _open(path: Path, direct: bool) -> tuple[int, bool]:
     descriptor = os.open(path, flags)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # nothing beyond what is asked for
     return descriptor, False
+
+
+def caveat_of(folders: Sequence[Path]) -> str | None:
+    """What must be said of drives in these folders before they are there, one line: where the page
+    cache cannot be avoided. A page is written to find out."""
+    return _through_cache([folder for folder in folders if not _is_direct(folder)])
+
+
+def _is_direct(folder: Path) -> bool:
+    with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=folder) as file:
+        file.truncate(PAGE)
+        descriptor, direct = _open(Path(file.name), True)
+        os.close(descriptor)
+        return direct
+    return True  # unknown: what is wrong is said when the state is put there
+
+
+def _through_cache(folders: Sequence[Path]) -> str | None:
+    if not folders:
+        return None
+    named = ", ".join(map(str, folders))
+    return f"{named}: through the page cache, which copies every byte once more"
 
 
 def _no_room(where: Path, needed: int, free: int) -> OSError:

@@ -16,6 +16,7 @@ from torch import nn
 from engine import state
 from engine.blocks import Blocks
 from engine.config import PLACED, EngineConfig
+from engine.disk import caveat_of
 from engine.lanes import Lanes
 from engine.layers.decoder import Decoder
 from engine.layers.rehearsal import rehearse
@@ -124,9 +125,8 @@ class MegaTrain(Trainer):
         found = []
         if self.work.dtype == torch.bfloat16 and self.config.master == "bf16":
             found.append("bfloat16 weights are the master, as published: small updates are lost")
-        tier = None if self._store is None else self._store.tier
-        if tier is not None and tier.caveat:
-            found.append(tier.caveat)
+        if self.blocks.disk_blocks and (said := caveat_of(self.folders)):
+            found.append(said)
         if self.config.torch_adamw:
             found.append(
                 "AdamW through torch, several times slower than its own: not the engine's speed, "

@@ -67,11 +67,6 @@ class Tier:
             self.write(self._fetched)
         self._fetched, self._changed = -1, False
 
-    @property
-    def caveat(self) -> str | None:
-        """What must be said of how the drives are used."""
-        return self._drives.caveat
-
     def close(self) -> None:
         """Give the drives back; idempotent."""
         self._drives.close()

@@ -4,6 +4,7 @@ pipeline does, and a state that is saved and resumed from any of them."""
 from __future__ import annotations
 
 import errno
+import os
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -294,6 +295,23 @@ def test_what_cannot_be_is_one_line(arguments, said, tmp_path):
     with pytest.raises(ValueError, match=f"^{said}") as error:
         engine_of(tmp_path, **arguments)
     assert "\n" not in str(error.value)
+
+
+def test_a_file_system_that_keeps_pages_is_named_before_anything_lies_there(tmp_path, monkeypatch):
+    direct = engine_of(tmp_path, disk_blocks=1)
+    assert "page cache" not in (direct.caveat or "")
+    direct.close()
+
+    def buffered(path: Path, direct: bool) -> tuple[int, bool]:
+        return os.open(path, os.O_RDWR), False
+
+    monkeypatch.setattr("engine.disk._open", buffered)
+    said = f"{tmp_path}: through the page cache, which copies every byte once more"
+    assert planned(tmp_path, None, disk_blocks=1).caveat == said
+    engine = engine_of(tmp_path, disk_blocks=1)
+    assert engine.caveat == said
+    assert_same(train(engine, 4), in_memory(torch.bfloat16, 0.5, "split"))
+    engine.close()
 
 
 def planned(tmp_path: Path, host_memory: int | None, **arguments: Any) -> MegaTrain:
