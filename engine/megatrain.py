@@ -7,15 +7,15 @@ arXiv 2604.05091, with an exact fp32 master, one recomputation and exact clippin
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from engine import state
-from engine.blocks import Blocks
-from engine.config import PLACED, EngineConfig
+from engine.asked import asked_of, check_work, require_folders, rows_of
+from engine.config import EngineConfig
 from engine.disk import caveat_of
 from engine.lanes import Lanes
 from engine.layers.decoder import Decoder
@@ -59,7 +59,7 @@ class MegaTrain(Trainer):
         state on disk. Raises ValueError where the model, the dtype or an option is not supported,
         ranks do not divide the rows, or there is to be state on disk and no folder.
         """
-        _check(
+        check_work(
             dtype,
             num_micro_batches=num_micro_batches,
             micro_batch_size=micro_batch_size,
@@ -67,14 +67,14 @@ class MegaTrain(Trainer):
         )
         config, device = config or EngineConfig(), _with_index(torch.device(device))
         ranks = ranks or Ranks()
-        rows = _rows(micro_batch_size, ranks)
+        rows = rows_of(micro_batch_size, ranks)
         if config.mlp_chunk >= rows * seq_len:
             config = replace(config, mlp_chunk=0)
         decoder = Decoder(model, mlp_chunk=config.mlp_chunk)
         rehearse(decoder, dtype=dtype, device=device, micro_batch=(rows, seq_len))
-        asked = _asked(config, num_layers=decoder.num_layers, clip=recipe.clip_norm > 0)
+        asked = asked_of(config, num_layers=decoder.num_layers, clip=recipe.clip_norm > 0)
         asked = replace(asked, num_ranks=ranks.count)
-        _require_folders(config, folders)
+        require_folders(config, folders)
         masks = Masks.of(model.config, rows, seq_len, dtype.itemsize)
         work = Work(
             layouts=[layout.in_parts(ranks.count) for layout in decoder.layouts()],
@@ -256,66 +256,3 @@ def _with_index(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def _asked(config: EngineConfig, *, num_layers: int, clip: bool) -> Blocks:
-    """What `config` asks for, AUTO where it leaves a choice. ValueError where it is more than there
-    is."""
-    names = {f.name for f in fields(Blocks)} & {f.name for f in fields(config)}
-    chosen = {name: getattr(config, name) for name in names}
-    blocks = Blocks(num_layers=num_layers, clip=clip, **chosen)
-    limits = dict.fromkeys(PLACED, num_layers) | {"device_optimizer": blocks.num_blocks}
-    for name, most in limits.items():
-        if chosen[name] > most:
-            raise ValueError(
-                f"system.{name}: got {chosen[name]}, allowed 0 to {most} with {num_layers} layers; "
-                "lower it"
-            )
-    if max(0, blocks.device_optimizer) + blocks.disk_blocks > blocks.num_blocks:
-        raise ValueError(
-            f"system.disk_blocks: got {blocks.disk_blocks}, allowed 0 to "
-            f"{blocks.num_blocks - max(0, blocks.device_optimizer)} where system.device_optimizer "
-            f"is {blocks.device_optimizer} of {blocks.num_blocks} blocks; lower one of the two"
-        )
-    if blocks.keep_activations + blocks.offload_activations > num_layers:
-        raise ValueError(
-            f"system.offload_activations: got {blocks.offload_activations}, allowed 0 to "
-            f"{num_layers - blocks.keep_activations} where system.keep_activations is "
-            f"{blocks.keep_activations} of {num_layers} layers; lower one of the two"
-        )
-    return blocks
-
-
-def _require_folders(config: EngineConfig, folders: Sequence[Path]) -> None:
-    """ValueError where there is to be state on disk and no folder for it."""
-    missing = [str(folder) for folder in folders if not folder.is_dir()]
-    if config.disk_blocks and (missing or not folders):
-        got = f"{missing[0]}, which is no folder" if missing else "nothing"
-        raise ValueError(
-            f"machine.nvme_path: got {got}, allowed a folder on a local disk with "
-            f"system.disk_blocks={config.disk_blocks}; make one and give machine.nvme_path=PATH"
-        )
-
-
-def _rows(micro_batch_size: int, ranks: Ranks) -> int:
-    """Rows of a micro-batch that each rank has. ValueError where they are not equally many."""
-    if micro_batch_size % ranks.count:
-        raise ValueError(
-            f"ranks: got {ranks.count}, allowed a divisor of the {micro_batch_size} rows of a "
-            "micro-batch; change one of them"
-        )
-    return micro_batch_size // ranks.count
-
-
-def _check(dtype: torch.dtype, **shape: int) -> None:
-    """ValueError, one line, for a dtype or a size that is not supported."""
-    if dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(
-            f"system.dtype: got {dtype}, allowed bfloat16, float32; bfloat16 keeps an fp32 master "
-            "beside it"
-        )
-    for name, value in shape.items():
-        if type(value) is not int or value < 1:
-            raise ValueError(
-                f"shape.{name}: got {value!r}, allowed an integer >= 1; give at least one"
-            )
