@@ -192,6 +192,7 @@ def _record(item: Tagged, together: Sequence[Row]) -> dict[str, Any]:
         "host_split": row.host_split or (split if row.status == "ok" else {}),
         "device_gb": row.peak_device_bytes and row.peak_device_bytes / GB,
         "host_gb": row.peak_host_bytes and row.peak_host_bytes / GB,
+        "predicted": row.plan.get("step_s") and row.batch_size * row.seq_len / row.plan["step_s"],
         "joules_per_token": row.power_w and row.tokens_per_s and row.power_w / row.tokens_per_s,
     }
 

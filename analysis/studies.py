@@ -11,7 +11,7 @@ import yaml
 
 PATH = Path(__file__).with_name("studies.yaml")
 SHAPES = ("num_params", "batch_size", "seq_len")
-AXES = (*SHAPES, "system", "seed")
+AXES = (*SHAPES, "system", "seed", "num_ranks")
 """Columns of the frame that x and hue may name beside config paths."""
 CHOSEN = r"^(system|process|recipe)\.|^machine\.device_bytes"
 """Fields of the config that say how a cell was run."""

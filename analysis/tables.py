@@ -80,7 +80,16 @@ def axes(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
     shown[f"vs {base_title(study)}"] = ratios(study, ordered).map(
         lambda found: found.told(change=study.hue != "system"), na_action="ignore"
     )
+    if ordered["num_ranks"].nunique() > 1:
+        shown["efficiency"] = _text(efficiency(ordered), ".0%")
     return pd.DataFrame(shown | _memory(ordered)).fillna(NONE)
+
+
+def efficiency(lines: pd.DataFrame) -> pd.Series:
+    """Tokens a second of each rank, over those of one rank of the same system."""
+    each = lines["tokens_per_s"] / lines["num_ranks"]
+    alone = each.where(lines["num_ranks"] == 1).groupby([lines["family"], lines["mode"]])
+    return each / alone.transform("max")
 
 
 def ratios(study: Study, lines: pd.DataFrame) -> pd.Series:

@@ -105,11 +105,18 @@ def along(study: Study, lines: pd.DataFrame, beside: pd.DataFrame) -> Figure:
     shown = shown.assign(x=pd.to_numeric(shown[study.x].fillna(0)))
     for order, (label, mine, look) in enumerate(_series(study, shown)):
         _line(axes, study, mine, look | {"label": label, "zorder": 3 + order}, shown["x"])
+    ahead = lines[
+        lines["tokens_per_s"].isna() & (lines["predicted"] > 0) & (study.x == "num_ranks")
+    ]
+    for family, mine in ahead.groupby("family"):
+        look = names.look(str(family)) | {"linestyle": "", "markerfacecolor": "white"}
+        axes.plot(mine["num_ranks"], mine["predicted"], **look)
     told = paper.along(study).sort_values("x")
     for family, mine in told.groupby("system", sort=False):
         look = {"label": f"{names.family_name(str(family))}, paper", "markerfacecolor": "white"}
         axes.errorbar(mine["x"], mine["y"], linestyle=":", **look, **names.look(str(family)))
-    known, x = sorted({*shown[study.x].dropna(), *told["x"]}), str(study.x)
+    x = str(study.x)
+    known = sorted({*shown[x].dropna(), *told["x"], *ahead["num_ranks"]})
     words = [names.value(x, value).removesuffix("B") for value in known]
     if x in SCALED:
         axes.set_xscale("log", base=2)
@@ -121,6 +128,7 @@ def along(study: Study, lines: pd.DataFrame, beside: pd.DataFrame) -> Figure:
     about = f"{names.setup(ready)}; bars: 95% intervals"
     about += "; a line or single mark: one run" if shown["run"].nunique() > 1 else ""
     about += ", rivals on other machines" if len(shown) > len(ready) else ""
+    about += "; hollow: predicted, for the machine has fewer GPUs" if len(ahead) else ""
     about += "; dotted: the paper, one GH200, other batches" if study.paper else ""
     style.titled(figure, answers.answer(study, lines), about)
     return figure

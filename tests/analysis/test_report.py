@@ -8,7 +8,7 @@ import pytest
 from analysis import __main__ as command
 from analysis import report, rows, studies, tables
 from analysis.figures import of_study
-from tests.made_rows import CPU, framed, row, save
+from tests.made_rows import CPU, H200, framed, row, save
 from tests.study_rows import batch_rows, config, factor_rows, grid_rows, ladder_rows, size_rows
 
 
@@ -165,3 +165,43 @@ def test_bad_input_is_one_line(arguments: list[str], told: str, tmp_path: Path, 
     assert told in err
     assert err.count("\n") == 1
     assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_a_study_of_ranks_has_efficiencies_and_predicts_what_the_machine_lacks() -> None:
+    """Two GPUs were there; of four and eight the engine alone has a prediction."""
+    two = H200 | {"num_gpus": 2}
+    rows = [
+        row(
+            system,
+            [step / num * (1.1 if num == 2 else 1.0)] * 3,
+            experiment="ranks",
+            cell=f"{system}-{num}",
+            num_ranks=num,
+            machine=two,
+        )
+        for system, step in (("megatrain", 2.0), ("zero3", 4.0))
+        for num in (1, 2)
+    ]
+    rows += [
+        row(
+            system,
+            experiment="ranks",
+            cell=f"{system}-{num}",
+            num_ranks=num,
+            machine=two,
+            status="wont_fit",
+            reason=f"process.num_gpus: got {num}, which is more than the 2 of this machine",
+            plan={"step_s": 2.2 / num} if system == "megatrain" else {},
+        )
+        for system in ("megatrain", "zero3")
+        for num in (4, 8)
+    ]
+    ((ranks, found),) = report.sections(framed(rows))
+    table = tables.of(ranks, found)
+    assert list(table["ranks"]) == ["1", "1", "2", "2", "4", "4", "8", "8"]
+    assert list(table["efficiency"]) == ["100%", "100%", "91%", "91%", *["—"] * 4]
+    figure = of_study.draw(ranks, found)
+    hollow = [one for one in figure.axes[0].lines if one.get_markerfacecolor() == "white"]
+    (drawn,) = (one for one in hollow if len(one.get_xdata()) == 2)
+    assert list(drawn.get_xdata()) == [4, 8]
+    assert list(drawn.get_ydata()) == pytest.approx([32 * 1024 * 4 / 2.2, 32 * 1024 * 8 / 2.2])
