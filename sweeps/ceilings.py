@@ -1,13 +1,15 @@
-"""What this machine can do at best: matrix peak, link and host memory bandwidth; and how near CPU
-AdamW comes to it.
+"""What this machine can do at best: matrix peak, link, host memory and drives; and how near CPU
+AdamW and the engine's reads and writes come to it.
 
 Invariant: measured here and now, never copied from a data sheet; None where there is no GPU. The
 matrix peak is the yardstick of MFU. It is a burst; `matrix_sustained_tflops` is what the same
 product keeps up for seconds, once power or heat hold the clock down. The host's bandwidth is that
-of the fastest simple kernel (sweeps/host_memory.py says what is counted).
+of the fastest simple kernel (sweeps/host_memory.py says what is counted). Drives are touched where
+folders on them are named; to each a dozen times --disk-mib is written, and to several two dozen.
 
     python -m sweeps.ceilings            everything, as tables; the last line of stdout is JSON
     python -m sweeps.ceilings --quick    without AdamW: seconds, and DeepSpeed compiles nothing
+    python -m sweeps.ceilings --quick --disk /data1 /data2    drives too: minutes
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any
 
 import torch
 
-from sweeps import adamw_speed, host_memory
+from sweeps import adamw_speed, disk_speed, host_memory
 from sweeps.command_line import Parser, count, mend_streams
 from sweeps.environment import boot, cpu_model, gpu
 from sweeps.memory import DeviceSampler, Look, Pace, device_sampler, pace
@@ -112,9 +114,17 @@ def link_gb_per_s() -> tuple[float, float]:
     return COPY_BYTES / load / 1e9, COPY_BYTES / store / 1e9
 
 
-def measure(num_elements: int, num_threads: int, rounds: int, *, quick: bool) -> dict[str, Any]:
+def measure(
+    num_elements: int,
+    num_threads: int,
+    rounds: int,
+    *,
+    quick: bool,
+    folders: Sequence[Path] = (),
+    disk_bytes: int = 0,
+) -> dict[str, Any]:
     """Every ceiling this machine has; `adamw` is None where `quick`. Arrays shrink where memory is
-    short."""
+    short. disk_bytes: of each folder's file, twice."""
     found: dict[str, Any] = {
         "gpu": None,
         "boot": boot(),
@@ -143,6 +153,7 @@ def measure(num_elements: int, num_threads: int, rounds: int, *, quick: bool) ->
         "num_elements": num_elements,
         "streams": [dataclasses.asdict(stream) for stream in streams],
         "adamw": None if quick else [dataclasses.asdict(row) for row in adamw],
+        "disks": [dataclasses.asdict(row) for row in disk_speed.measure(folders, disk_bytes)],
     }
 
 
@@ -218,7 +229,18 @@ def _lines(found: dict[str, Any]) -> list[str]:
         lines.append(
             f"{row['name']:<30}{row['g_elements_per_s']:>14.2f}{row['bytes_per_element']:>11}{row['gb_per_s']:>8.1f}{share:>8}"
         )
-    return lines
+    return lines + _disk_lines(found["disks"])
+
+
+def _disk_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The table of drives, with the share of the loop's speed that the engine reaches."""
+    width = max((len(row["name"]) for row in rows), default=0) + 2
+    lines = ["", f"{'drives, in turns':<{width}}{'loop GB/s':>11}{'engine GB/s':>13}{'share':>8}"]
+    for row in rows:
+        loop, ours = row["loop_gb_per_s"], row["drives_gb_per_s"]
+        reached = "" if row["reason"] else f"{loop:>11.2f}{ours:>13.2f}{ours / loop:>8.0%}"
+        lines.append(f"{row['name']:<{width}}{reached or row['reason']}")
+    return lines if rows else []
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -247,6 +269,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=host_memory.ROUNDS,
         help="samples of every host kernel",
     )
+    parser.add_argument(
+        "--disk",
+        type=Path,
+        nargs="+",
+        metavar="FOLDER",
+        default=[],
+        help="folders on drives to write to and read; none by default",
+    )
+    parser.add_argument(
+        "--disk-mib",
+        type=count(4, 1 << 24),
+        default=1024,
+        help="MiB of a folder's file; two of them lie there for as long as it takes",
+    )
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
     if not args.quick:
@@ -255,7 +291,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "minutes",
             file=sys.stderr,
         )
-    found = measure(args.num_elements, args.threads, args.rounds, quick=args.quick)
+    found = measure(
+        args.num_elements,
+        args.threads,
+        args.rounds,
+        quick=args.quick,
+        folders=args.disk,
+        disk_bytes=args.disk_mib << 20,
+    )
     print("\n".join(_lines(found)))
     print(json.dumps(found))
 
