@@ -1,5 +1,7 @@
 """The answer of a study in a sentence or two, which its page begins with and its figure too."""
 
+from typing import Any
+
 import pandas as pd
 
 from analysis import names, speeds, studies, tables
@@ -60,7 +62,7 @@ def _over_zero3(study: Study, ready: pd.DataFrame) -> str | None:
     rival = tables.base_of(study, ready, best)
     told = f"{'' if rival['mode'] else 'eager '}{names.name(rival)}"
     known = _known(over[best.name])
-    return f"At {_at(study, best)}, {names.name(best)} is {known} as fast as {told}."
+    return f"At {_at(best, str(study.x))}, {names.name(best)} is {known} as fast as {told}."
 
 
 def _ends(study: Study, ready: pd.DataFrame) -> str:
@@ -68,32 +70,32 @@ def _ends(study: Study, ready: pd.DataFrame) -> str:
     fast = ready[ready["family"] == "megatrain_fast"]
     mine = tables.sort(study, fast if len(fast) > 1 else ready)
     first, last = (
-        f"{names.name(one)} reaches {one['tokens_per_s']:,.0f} tokens/s at {_at(study, one)}"
+        f"{names.name(one)} reaches {one['tokens_per_s']:,.0f} tokens/s at {_at(one, str(study.x))}"
         for one in (mine.iloc[0], mine.iloc[-1])
     )
     again = last.removeprefix(f"{names.name(mine.iloc[0])} reaches ")  # one system is named once
     return f"{first}." if first == last else f"{first} and {again}."
 
 
-def _at(study: Study, line: pd.Series) -> str:
-    """`7.6B parameters`, `24 GB of device memory`, `64K tokens per sequence`."""
-    path = str(study.x)
-    unit = names.WORDS["units"].get(path, names.setting(path))
-    return f"{names.value(path, line[path])} {unit}"
+def _at(line: Any, path: str) -> str:
+    """`7.6B parameters`, `64K tokens per sequence`, `3 CUDA streams`, `powers of two`."""
+    words, setting = tables.value(line, path), names.setting(path)
+    if words[:1].isdigit():
+        return f"{words} {names.WORDS['units'].get(path, setting)}"
+    return words if path == "system" or path in names.VALUES else f"{setting} {words}"
 
 
 def _effect(study: Study, ready: pd.DataFrame) -> str:
-    x, where = str(study.x), []
-    for path, value in study.effect.get("at", {}).items():
+    x, at = str(study.x), study.effect.get("at", {})
+    for path, value in at.items():
         ready = ready[ready[path] == value]
-        where.append(f"{names.value(path, value)} {names.setting(path)}")
     ends = [study.effect[end] for end in ("from", "to")]
     old, new = (ready[ready[x] == end] for end in ends)
     if not len(old) or not len(new):
         return "The two settings of the question were not both measured in this run."
     known = _known(speeds.ratio(new.iloc[0], old.iloc[0]), change=True)
     going = f"{' to '.join(names.value(x, end) for end in ends)} {names.setting(x)}"
-    going += f", with {' and '.join(where)}," if where else ""
+    going += f", with {' and '.join(_at(at, path) for path in at)}," if at else ""
     return f"Going from {going} changes tokens/s by {known}."
 
 
@@ -112,23 +114,14 @@ def _settings(study: Study, ready: pd.DataFrame) -> str:
 
 def _place(study: Study, line: pd.Series) -> str:
     """What tells a line from the others: `3 CUDA streams with 8 sequences per step`."""
-    told, says_all = [], {"system", *names.VALUES}
-    for path in study.axes:
-        words = tables.value(line, path)
-        if words[:1].isdigit():
-            words = f"{words} {names.setting(path)}"
-        elif path not in says_all:
-            words = f"{names.setting(path)} {words}"
-        told.append(words)
-    return " with ".join(told)
+    return " with ".join(_at(line, path) for path in study.axes)
 
 
 def loss_gaps(lines: pd.DataFrame) -> list[list[float]]:
     """How far each line's losses lie from those of the first without a caveat."""
-    same = lines[lines["caveat"].isna()]
-    reference = (same if len(same) else lines).iloc[0]["losses"]
+    reference = pd.concat([lines[lines["caveat"].isna()], lines])["losses"][:1]
     return [
-        [one - other for one, other in zip(mine, reference, strict=False)]
+        [one - other for one, other in zip(mine, *reference, strict=False)]
         for mine in lines["losses"]
     ]
 
@@ -137,7 +130,7 @@ def losses(study: Study, ready: pd.DataFrame) -> str:
     """The largest gap of the losses at the end."""
     gaps = loss_gaps(ready)
     gap, at = max((abs(one[-1]), at) for at, one in enumerate(gaps))
-    far = tables.value(ready.iloc[at], str(study.x))
+    far = _at(ready.iloc[at], str(study.x))
     return f"With {far} the loss is {gap:.2g} off after {len(gaps[at])} steps."
 
 
@@ -156,5 +149,5 @@ def _quality(lead: pd.DataFrame) -> str:
     for _, line in others.iterrows():
         gap = line["heldout_loss"] - ends.mean()
         apart = f"{abs(gap):.2g} nats {'above' if gap > 0 else 'below'} {base}"
-        told.append(f"The held-out loss of {names.name(line)} ends {apart}.")
+        told.append(f"On held-out text {names.name(line)} ends {apart}.")
     return " ".join(told)

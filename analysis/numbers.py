@@ -2,7 +2,6 @@
 
     <!--{ratio:vs_zero3_14b/fast/zero3}-->1.75x<!--/-->          shown as 1.75x
     <!--{interval:vs_zero3_7b@ba71c3ca/fast/twinflow}-->...   of that run, else the leading one
-
     <!--{table:vs_zero3_14b/5}-->                                the first lines of its table
 
 A line is named by its family, less megatrain_ and zero3_, and, where several ran, its mode: `fast`,
@@ -20,7 +19,6 @@ import pandas as pd
 from analysis import names, speeds, studies, tables
 
 MARKER = re.compile(r"(<!--\{([a-z_]+):([^}]*)\}-->).*?<!--/-->", re.DOTALL)
-WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
 def line(lines: pd.DataFrame, selector: str) -> Any:
@@ -37,11 +35,6 @@ def line(lines: pd.DataFrame, selector: str) -> Any:
         families = ", ".join(sorted(lines["family"].unique()))
         raise ValueError(f"{selector}: no measured line fits; name one of {families}")
     return speeds.fastest(found)
-
-
-def word(number: int) -> str:
-    """`three`; digits from ten on."""
-    return WORDS[number] if number < len(WORDS) else str(number)
 
 
 def ratios(lines: pd.DataFrame, selectors: list[str]) -> list[speeds.Ratio]:
@@ -68,7 +61,7 @@ def number(kind: str, what: str, lines: pd.DataFrame) -> str:
             case "speed", [one]:
                 return f"{one['tokens_per_s']:,.0f}"
             case "repeats", [one]:
-                return word(one["num_repeats"])
+                return str(one["num_repeats"])
             case "machine", [one]:
                 return names.machine(one.to_frame().T)
             case "ratio", [one, base]:
@@ -83,7 +76,7 @@ def number(kind: str, what: str, lines: pd.DataFrame) -> str:
                 return " to ".join(dict.fromkeys([found[0].times, found[-1].times]))
             case "runs", [_, _]:
                 many = len(ratios(every, selectors))
-                return f"{word(many)} run{'s' if many > 1 else ''}"
+                return f"{many} run{'s' if many > 1 else ''}"
             case "least" | "most", []:
                 x = str(studies.of_rows(place, every).x)
                 known = every[every["tokens_per_s"].notna()][x].dropna()

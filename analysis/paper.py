@@ -25,10 +25,8 @@ def claims() -> pd.DataFrame:
 
 
 def along(study: Study) -> pd.DataFrame:
-    """system, x and y of the claims on a study's axes: TFLOPS, or tokens/s from step times.
-
-    A step time that the claim's own flag calls impossible is left out.
-    """
+    """system, x and y of the claims on a study's axes: TFLOPS, or tokens/s from step times less
+    those that the claim's own flag calls impossible."""
     told = claims()
     told = told[(told["study"] == study.paper) & (told["hardware"] == "GH200")]
     if study.value == "tflops_6p":
@@ -47,8 +45,7 @@ def table(lines: pd.DataFrame) -> pd.DataFrame:
     told, shared = claims(), ["system", "model", "seq_len"]
     told = told[(told["metric"] == "tflops") & told["study"].isin(["headline", "context"])]
     mine = lines[speeds.comparable(lines)]
-    size = mine["model"].str.removeprefix("qwen2.5-").str.upper()
-    mine = mine.assign(system=mine["family"].replace(OURS), model=size)
+    mine = mine.assign(system=mine["family"].replace(OURS), model=mine["size"])
     told = told.join(mine.groupby(shared)[["tflops_6p", "tflops_paper"]].max(), on=shared)
     here = told["tflops_paper"].where(told["study"] == "context", told["tflops_6p"])
     shown = {

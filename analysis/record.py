@@ -51,10 +51,8 @@ def _yaml(path: Path) -> dict[str, Any]:
 
 
 def add(sources: Iterable[Path], results: Path = RESULTS) -> list[str]:
-    """File the rows of these files or folders; what was done, a line a run.
-
-    Raises ValueError, one line, and files nothing.
-    """
+    """File the rows of these files or folders; what was done, a line a run. Raises ValueError, one
+    line, and files nothing."""
     found = studies.assigned(rows.every_row(*sources))
     _refuse(found)
     known = rows.every_row(results) if any(results.rglob("*.jsonl")) else found[:0]
@@ -150,12 +148,11 @@ def write(path: Path, data: bytes) -> None:
 def write_changed(wanted: Mapping[Path, bytes], old: Iterable[Path] = ()) -> list[Path]:
     """Write what is not there yet or has other bytes; the paths that were written. Then remove
     those of `old` that nobody wants any more."""
-    gone = set(old) - set(wanted)
     known = {path: path.read_bytes() for path in wanted if path.exists()}
     changed = [path for path, data in wanted.items() if known.get(path) != data]
     for path in changed:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path, wanted[path])
-    for path in gone:
+    for path in set(old) - set(wanted):
         path.unlink()
     return changed

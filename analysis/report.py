@@ -138,10 +138,8 @@ def provenance(lines: pd.DataFrame) -> pd.DataFrame:
 
 
 def refresh(results: Path = record.RESULTS) -> list[Path]:
-    """Write every page anew, README and docs too where the record is this repository's.
-
-    The paths that changed. Raises ValueError, one line, and writes nothing.
-    """
+    """Write every page anew, README and docs too where the record is this repository's; the paths
+    that changed. Raises ValueError, one line, and writes nothing."""
     lines = record.lines(results)
     wanted = dict(pages(lines, results))
     for path in (ROOT / name for name in FILLED if results.samefile(record.RESULTS)):

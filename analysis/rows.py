@@ -32,7 +32,7 @@ RUN = r"\d{4}-\d\d-\d\d_[a-z0-9-]+_\w+"
 NUMBERS = "tokens_per_s device_gb host_gb final_loss max_loss_difference mfu tflops_6p cell_s "
 NUMBERS += "joules_per_token sm_mhz heldout_loss exact_match"
 """Columns that are numbers even in a frame where none is known."""
-ONLINE = re.compile(r"wandb:(?P<path>[^/@#]+/[^/@#]+)(@(?P<group>[^#]+))?(#(?P<tag>.+))?")
+ONLINE = re.compile(r"wandb:(?P<path>[^/@#]+/[^/@#]+)(@(?P<group>[^#]+))?(#(?P<tags>.+))?")
 """wandb:entity/project, then @group and #tag where only those runs are meant."""
 END_S = 5.0
 """What W&B's service gets to end by itself after the program that asked it."""
@@ -76,11 +76,8 @@ def _files(path: Path) -> list[Path]:
         return [path]
     inside = sorted(path.rglob("*.jsonl")) or sorted(path.rglob("run-*.wandb"))
     if not inside:
-        got = (
-            "no *.jsonl and no W&B run in this folder"
-            if path.exists()
-            else "no such file or folder"
-        )
+        empty = "no *.jsonl and no W&B run in this folder"
+        got = empty if path.exists() else "no such file or folder"
         allowed = "name a rows file, a folder of some, or wandb:entity/project"
         raise ValueError(f"{path}: {got}; run a bench first (make bench), or {allowed}")
     return inside
@@ -88,10 +85,7 @@ def _files(path: Path) -> list[Path]:
 
 def _offline(files: list[Path]) -> list[Tagged]:
     """The rows of W&B runs on disk, synced or not; of several with one id the last that is whole.
-
-    A run that lacks a part is an error, never a shorter curve: ValueError, one line, which names
-    the first, and how many more there are.
-    """
+    Raises ValueError, one line, for runs that lack a part: never a shorter curve."""
     with ThreadPoolExecutor() as pool:
         read = [(file.stem, pool.submit(runfile.read, file)) for file in files]
     whole = {stem: one.result() for stem, one in read if one.exception() is None}
@@ -108,8 +102,7 @@ def _online(source: str) -> list[Tagged]:
     if match is None:
         allowed = "allowed wandb:entity/project[@group][#tag]; see its address in W&B"
         raise ValueError(f"{source}: got no project, {allowed}")
-    path, wanted = match["path"], {"group": match["group"], "tags": match["tag"]}
-    filters = {name: value for name, value in wanted.items() if value}
+    path, filters = match["path"], {name: match[name] for name in ("group", "tags") if match[name]}
     from wandb import Api, Error
 
     threading.Thread(target=_end_service, name="end-wandb", daemon=True).start()
@@ -128,9 +121,7 @@ def _online(source: str) -> list[Tagged]:
 
 def _end_service() -> None:
     """Let this program end: the service of W&B 0.31 may wait for ever after a request it gave up.
-
-    Where a run of the program's own is open, the service has that to end, and is left alone.
-    """
+    Where a run of the program's own is open, the service has that to end, and is left alone."""
     import wandb
 
     threading.main_thread().join()
@@ -171,7 +162,6 @@ def _record(item: Tagged, together: Sequence[Row]) -> dict[str, Any]:
     if row.config and (row.agrees is None or len(row.losses) > COMPARED_STEPS):
         row = compared(row, together, complete=True)
     own = {field.name: getattr(row, field.name) for field in dataclasses.fields(Row)}
-    measure = row.config.get("measure", {})
     family, mode = family_and_mode(row)
     on_gpu = bool(row.machine.get("gpu"))
     split = host_split(row.plan, row.peak_host_bytes, on_gpu=on_gpu, num_ranks=row.num_ranks)
@@ -179,7 +169,7 @@ def _record(item: Tagged, together: Sequence[Row]) -> dict[str, Any]:
         "file": item.file,
         "source": item.source,
         "position": item.position,
-        "configuration": configuration(row.config) if measure else row.cell,
+        "configuration": configuration(row.config) if row.config.get("measure") else row.cell,
         "system.preset": row.preset,
         "family": family,
         "mode": mode,
@@ -188,6 +178,7 @@ def _record(item: Tagged, together: Sequence[Row]) -> dict[str, Any]:
         "machine_details": row.machine,
         "boot": row.machine.get("boot"),
         "model_key": f"{row.model} {row.config.get('model', row.num_params)!r}",
+        "size": row.model.removeprefix("qwen2.5-").upper(),
         "final_loss": row.losses[-1] if row.losses else None,
         "host_split": row.host_split or (split if row.status == "ok" else {}),
         "device_gb": row.peak_device_bytes and row.peak_device_bytes / GB,
@@ -205,11 +196,8 @@ def machine_name(machine: Mapping[str, Any]) -> str:
 
 
 def family_and_mode(row: Row) -> tuple[str, str]:
-    """What a line is known by: (megatrain_fast, ''), (zero3, kept compiled).
-
-    The engine's presets are families, and say themselves whether they compile; a rival's say how it
-    was run.
-    """
+    """What a line is known by: (megatrain_fast, ''), (zero3, kept compiled). The engine's presets
+    are families, and say themselves whether they compile; a rival's say how it was run."""
     preset = row.preset or ""
     compiled = "compiled" if is_compiled(row) else ""
     if row.system == "megatrain":

@@ -57,9 +57,8 @@ def listed(path: Path = PATH) -> dict[str, Study]:
         try:
             found[name] = Study(name=name, **{"experiments": [name]} | entry)
         except TypeError as error:
-            raise ValueError(
-                f"{path.name}: {name}: {error}; its head says what is allowed"
-            ) from None
+            told = f"{path.name}: {name}: {error}; its head says what is allowed"
+            raise ValueError(told) from None
     return found
 
 
@@ -79,10 +78,8 @@ def shown(lines: pd.DataFrame) -> Iterator[tuple[Study, pd.DataFrame]]:
 
 
 def leading(study: Study, mine: pd.DataFrame) -> pd.DataFrame:
-    """Those of a study's lines that are of the run that answers.
-
-    It is the one that studies.yaml names, else the one that measured most, of equals the last.
-    """
+    """Those of a study's lines that are of the run that answers: the one that studies.yaml names,
+    else the one that measured most, of equals the last."""
     counts = mine["tokens_per_s"].notna().groupby(mine["run"]).sum()
     best = max(counts.index, key=lambda run: (run == study.lead, counts[run], run))
     return mine[mine["run"] == str(best)]
@@ -97,10 +94,8 @@ def parts(study: Study, lines: pd.DataFrame) -> list[pd.DataFrame]:
 def of_rows(
     name: str, found: pd.DataFrame, *, x: str | None = None, hue: str | None = None
 ) -> Study:
-    """The study `name`, or one inferred: the first thing its rows differ in is x, the second hue.
-
-    x, hue: what the caller wants instead. Raises ValueError, one line, for a path that no row has.
-    """
+    """The study `name`, or one inferred: the first thing its rows differ in is x, the second hue,
+    or what the caller wants instead. Raises ValueError, one line, for a path that no row has."""
     known = listed().get(name) or Study(name=name, title=name.replace("_", " ").capitalize())
     ours = {f"{PATH.name}: {name}.x": known.x, f"{PATH.name}: {name}.hue": known.hue}
     varied = differing(found)
@@ -121,10 +116,8 @@ def of_rows(
 
 
 def differing(found: pd.DataFrame) -> list[str]:
-    """What a study varied, in order.
-
-    Config paths in which rows of one family differ, and shapes in which any do.
-    """
+    """What a study varied: config paths in which rows of one family differ, then shapes in which
+    any do."""
     shapes = [name for name in SHAPES if found[name].nunique(dropna=False) > 1]
     told = found.drop(columns=[*UNTOLD], errors="ignore").filter(regex=CHOSEN).map(repr)
     inner = list(told.columns[told.groupby(found["family"]).nunique().gt(1).any()])

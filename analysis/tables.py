@@ -25,8 +25,9 @@ CPU_NOTE = "CPU speeds prove wiring and numerics; they say nothing about GPUs."
 def of(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
     """The table of one run, with joules a token and the clock where rows know them."""
     if study.figure == "quality":
-        return quality(lines)
-    shown = comparison(study, lines) if study.compares else axes(study, lines)
+        shown = quality(lines)
+    else:
+        shown = comparison(study, lines) if study.compares else axes(study, lines)
     if lines["joules_per_token"].notna().any():
         shown["J/token"] = _text(lines["joules_per_token"], "#.3g")
         shown["GHz"] = _text(lines["sm_mhz"] / 1e3, ".2f")
@@ -36,9 +37,7 @@ def of(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
 
 def comparison(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
     """The systems of one run: fastest first, then what differs, then what was not measured."""
-    group = lines["tokens_per_s"].isna() * 2 + ~speeds.comparable(lines)
-    ranked = lines.assign(group=group, speed=-lines["tokens_per_s"])
-    ranked = ranked.sort_values(["group", "speed"], kind="stable")
+    ranked = rank(lines)
     base, found = base_of(study, lines), ratios(study, ranked)
     times = found.map(lambda one: one.times, na_action="ignore")
     if base is not None:
@@ -64,7 +63,6 @@ def quality(lines: pd.DataFrame) -> pd.DataFrame:
         "exact match": _text(ordered["exact_match"], ".1%"),
         "tokens/s": _speed(ordered),
         "vs LoRA": _text(ordered["tokens_per_s"] / lora, ".2f", "x"),
-        "J/token": _text(ordered["joules_per_token"], "#.3g"),
         **_memory(ordered),
     }
     return pd.DataFrame(shown)
@@ -73,7 +71,9 @@ def quality(lines: pd.DataFrame) -> pd.DataFrame:
 def axes(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
     """The lines of a run of a study that varies something, each with its change from its base."""
     ordered = sort(study, lines)
-    shown: dict[str, Any] = {names.setting(path): values(ordered, path) for path in study.axes}
+    shown: dict[str, Any] = {}
+    for path in study.axes:
+        shown[names.setting(path)] = ordered.apply(value, axis=1, path=path)
     shown["tokens/s"] = _speed(ordered)
     if study.value == "tflops_6p":
         shown["TFLOPS"] = _text(ordered["tflops_6p"], ".0f")
@@ -92,6 +92,12 @@ def efficiency(lines: pd.DataFrame) -> pd.Series:
     return each / alone.transform("max")
 
 
+def rank(lines: pd.DataFrame) -> pd.DataFrame:
+    """The fastest first, then what is not ranked, then what was not measured."""
+    may = lines.assign(may=speeds.comparable(lines))
+    return may.sort_values(["may", "tokens_per_s"], ascending=False, kind="stable")
+
+
 def ratios(study: Study, lines: pd.DataFrame) -> pd.Series:
     """The ratio of each line to what it is held against; None for that itself, and without one."""
     found = {}
@@ -103,11 +109,9 @@ def ratios(study: Study, lines: pd.DataFrame) -> pd.Series:
 
 
 def base_of(study: Study, lines: pd.DataFrame, line: Any = None) -> Any:
-    """What a line is held against; None where nothing is.
-
-    Systems: the fastest plain ZeRO-3, else the fastest rival. Systems along x: ZeRO-3 at the same
-    x. Settings: the line at x = effect.from, else the first.
-    """
+    """What a line is held against, or None. Systems: the fastest plain ZeRO-3, else the fastest
+    rival. Systems along x: ZeRO-3 at the same x. Settings: the line at x = effect.from, else the
+    first."""
     ready = lines[speeds.comparable(lines)]
     if study.compares:
         wanted = ready[ready["family"] == "zero3"]
@@ -123,10 +127,8 @@ def base_of(study: Study, lines: pd.DataFrame, line: Any = None) -> Any:
 
 
 def labels(lines: pd.DataFrame) -> pd.Series:
-    """The name of each line and, where several have one name, what tells them apart.
-
-    `Twin-Flow, compiled (huge pages on)`.
-    """
+    """The name of each line and, where several have one name, what tells them apart:
+    `Twin-Flow, compiled (huge pages on)`."""
     told: Any = lines.apply(names.name, axis=1)
     for _, mine in lines.groupby(told, sort=False):
         apart = mine[sorted(studies.differing(mine))].filter(regex=studies.CHOSEN)
@@ -160,11 +162,6 @@ def value(line: pd.Series, path: str) -> str:
     if path in ("system", "system.preset"):
         return names.name(line) if path == "system" else names.family_name(line["family"])
     return names.value(path, line[path])
-
-
-def values(lines: pd.DataFrame, path: str) -> list[str]:
-    """The values of an axis in words."""
-    return [value(line, path) for _, line in lines.iterrows()]
 
 
 def sort(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
@@ -229,9 +226,8 @@ def _notes(line: pd.Series) -> Iterator[str]:
     if pd.isna(line["tokens_per_s"]):
         told, reason = names.STATUSES.get(line["status"], line["status"]), line["reason"] or ""
         if found := REFUSAL.search(reason):
-            needed, allowed = (
-                f"{int(one.replace(',', '')) / 1e9:,.0f} GB" for one in found.group(1, 3)
-            )
+            sizes = [int(one.replace(",", "")) / 1e9 for one in found.group(1, 3)]
+            needed, allowed = map("{:,.0f} GB".format, sizes)
             yield f"{told}, for it needs {needed} of {found[2]} memory and {allowed} are allowed"
         else:
             yield f"{told}: {reason}" if reason else told

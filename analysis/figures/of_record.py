@@ -1,4 +1,4 @@
-"""The figures of the whole record: the engine over its rivals, and what fills memory."""
+"""The figures of the whole record: speed over rivals, and what it takes of memory and energy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,26 +7,22 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from analysis import names, speeds, studies, tables
 from analysis.figures import style
 
 HEADLINE = "vs_zero3_14b"
-KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "weights": ("#1b4b82", ("weights",)),
-    "master and optimizer state": ("#d0632b", ("master", "moments", "optimizer")),
-    "gradients": ("#f0b68f", ("gradients",)),
-    "activations": ("#3f8f3a", ("activations", "kept", "checkpoints", "masks")),
-    "other": ("#b0b0b0", ()),
-}
-"""Name -> colour, and the kinds of a row's plan that it stands for; what none names is other."""
+KINDS: dict[str, tuple[str, list[str]]] = names.WORDS["memory"]
 OWNER = {kind: name for name, (_, kinds) in KINDS.items() for kind in kinds}
 CLAIM = 1.84
 """The paper's ratio of MegaTrain to DeepSpeed ZeRO-3 with offload at 14B (arXiv 2604.05091)."""
 LIMIT = 3.7
 """Rivals that are slower still (a disk) are left to the table."""
 RIVAL = ["family", "mode"]
+RUN = ["study", "run", "model", "batch_size", "seq_len"]
+"""What lines share that may be held against each other."""
 
 
 def memory(lines: pd.DataFrame) -> Figure:
@@ -42,10 +38,9 @@ def memory(lines: pd.DataFrame) -> Figure:
         known = pd.DataFrame(sizes).fillna(0.0).T / 1e9
         parts = known.groupby(lambda kind: OWNER.get(kind, "other")).sum()
         parts = parts.reindex(list(KINDS)).fillna(0.0)
-        ends = parts.cumsum()
+        before = parts.cumsum() - parts
         for kind, (color, _) in KINDS.items():
-            size, left = parts.loc[kind], ends.loc[kind] - parts.loc[kind]
-            axes.barh(places, size, left=left, height=0.66, color=color)
+            axes.barh(places, parts.loc[kind], left=before.loc[kind], height=0.66, color=color)
         limit = lines.iloc[0]["machine_details"][f"{where}_bytes"] / 1e9
         axes.axvline(limit, color=style.ALARM, linewidth=0.9, linestyle="--")
         axes.set(title=f"{where.capitalize()} (has {limit:.0f} GB)", xlabel="GB")
@@ -54,10 +49,8 @@ def memory(lines: pd.DataFrame) -> Figure:
     panels[0].scatter(shown["device_gb"], places, **peaks)
     panels[0].set_yticks(places, tables.labels(shown).str.replace(", ", ",\n", n=1))
     handles = [Patch(color=color, label=name) for name, (color, _) in KINDS.items()]
-    told = [
-        f"{names.name(one)} {one['device_gb'] + one['host_gb']:.0f} GB"
-        for _, one in shown.tail(2)[::-1].iterrows()
-    ]
+    size = (shown["device_gb"] + shown["host_gb"]).map(" {:.0f} GB".format)
+    told = (shown.apply(names.name, axis=1) + size)[::-1][:2]
     title = f"Device and host together: {'; '.join(told)}"
     about = "device as planned, black: observed peak; host as observed"
     style.titled(figure, title, f"{names.setup(shown)}; {about}", legend=handles)
@@ -67,14 +60,13 @@ def memory(lines: pd.DataFrame) -> Figure:
 def ratios(lines: pd.DataFrame) -> pd.DataFrame:
     """One line a run and rival: the rival's, with value, lo, hi of `fast` over it."""
     found = []
-    keys = ["study", "run", "model", "batch_size", "seq_len"]
-    for _, here in lines[speeds.comparable(lines)].groupby(keys, sort=False):
+    for _, here in lines[speeds.comparable(lines)].groupby(RUN, sort=False):
         fast = here[here["family"] == "megatrain_fast"]
         for _, several in here[speeds.rivals(here)].groupby(RIVAL, sort=False):
             if len(fast):
                 rival = speeds.fastest(several)
                 told = speeds.ratio(speeds.fastest(fast), rival)._asdict()
-                found.append(rival[["model", "run", *RIVAL, "num_params"]].to_dict() | told)
+                found.append(rival.to_dict() | told)
     return pd.DataFrame(found)
 
 
@@ -82,17 +74,16 @@ def rivals(lines: pd.DataFrame) -> Figure:
     """How many times as fast `fast` is as each rival: a mark a run, a panel a size."""
     told = ratios(lines[lines["study"].str.startswith("vs_")])
     told = told[told["value"] < LIMIT].sort_values("num_params", ascending=False)
-    sizes = list(told.groupby("model", sort=False))
+    sizes = list(told.groupby("size", sort=False))
     heights = [mine.groupby(RIVAL).ngroups for _, mine in sizes]
     tall = 0.8 + 0.235 * sum(heights) + 0.25 * len(sizes)
     figure = Figure(figsize=(style.PAGE_IN * 0.86, tall))
     panels = figure.subplots(len(sizes), height_ratios=heights, sharex=True, squeeze=False).flat
-    for axes, (model, mine) in zip(panels, sizes, strict=True):
+    for axes, (size, mine) in zip(panels, sizes, strict=True):
         _forest(axes, mine)
-        axes.set_title(str(model).removeprefix("qwen2.5-").upper())
-    words: Any = {"fontsize": 6.5, "color": style.ALARM, "va": "top"}
-    at: Any = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
-    panels[-1].annotate(f"paper, 14B: {CLAIM}", (CLAIM, 1), xytext=(3, -2), **at, **words)
+        axes.set_title(size)
+    look: Any = {"transform": panels[-1].get_xaxis_transform(), "color": style.ALARM, "va": "top"}
+    panels[-1].text(CLAIM, 0.97, f"  paper, 14B: {CLAIM}", fontsize=6.5, **look)
     panels[-1].set_xlabel("tokens/s of MegaTrain fast over the rival's, in the same run")
     panels[-1].set_xlim(left=0.85)
     least = told.sort_values("value").iloc[0]
@@ -119,8 +110,67 @@ def _forest(axes: Axes, mine: pd.DataFrame) -> None:
     axes.set_ylim(-0.7, len(order) - 0.3)
 
 
+def pareto(lines: pd.DataFrame) -> Figure:
+    """Tokens/s against device and host memory together: a mark a run, a panel a size."""
+    mine = lines[lines["study"].str.startswith("vs_") & lines["tokens_per_s"].notna()]
+    mine = mine.assign(gb=mine["device_gb"] + mine["host_gb"], may=speeds.comparable(mine))
+    mine = mine.sort_values(["num_params", "gb"], ascending=[False, True])
+    speed = mine["tokens_per_s"].where(mine["may"])
+    mine["edge"] = speed == speed.groupby(mine["model"]).cummax()
+    sizes = list(mine.groupby("size", sort=False))
+    figure = Figure(figsize=(style.PAGE_IN, 3.1))
+    panels = figure.subplots(1, len(sizes), squeeze=False).flat
+    for axes, (size, here) in zip(panels, sizes, strict=True):
+        edge = here[here["edge"]]
+        axes.step(edge["gb"], edge["tokens_per_s"], where="post", color=style.MUTED, linewidth=0.9)
+        for (family, may), part in here.groupby(["family", "may"]):
+            look = names.look(str(family)) | style.WHISKER | {"linestyle": ""}
+            look["markerfacecolor"] = look["color"] if may else "white"
+            axes.errorbar(part["gb"], part["tokens_per_s"], yerr=style.reach(part), **look)
+        axes.set(title=size, xlabel="device + host memory (GB)", xlim=(0, None), ylim=(0, None))
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+    panels[0].set_ylabel("tokens/s")
+    lead = studies.leading(studies.listed()[HEADLINE], mine[mine["study"] == HEADLINE])
+    each = (lead["gb"] / lead["tokens_per_s"]).sort_values()
+    least, rival = each[lead["may"]].index[0], each[speeds.rivals(lead)].index[0]
+    on = mine[mine["edge"] & (mine["model"] == lead.loc[least, "model"])].apply(names.name, axis=1)
+    title = f"At {lead.loc[least, 'size']} {' and '.join(on.unique())} are on the frontier; in one "
+    title += f"run {names.name(lead.loc[rival])} takes {each[rival] / each[least]:.2f}x the memory "
+    title += f"of {names.name(lead.loc[least])} for a token/s"
+    about = "32 x 1024 tokens a step, one H200; a mark a run, bars: 95% intervals; "
+    about += "grey: the frontier; hollow: its losses differ"
+    known = [family for family in names.SYSTEMS if family in set(mine["family"])]
+    looks = [names.look(one) | {"label": names.family_name(one)} for one in known]
+    handles = [Line2D([], [], linestyle="", **look) for look in looks]
+    style.titled(figure, title, about, legend=handles)
+    return figure
+
+
+def energy(lines: pd.DataFrame) -> Figure:
+    """Joules that the device takes for a token under each system of a run: of the largest model of
+    which a run knows several. The interval is that of the speed, at the mean power."""
+    known = lines[lines["joules_per_token"].notna() & speeds.comparable(lines)]
+    runs = [part for _, part in known.groupby(RUN) if len(part) > 1]
+    shown = max(runs, key=lambda run: (run["num_params"].max(), len(run)))
+    shown = shown.sort_values("joules_per_token")
+    held = shown["throttle_reasons"].map(names.throttled)
+    words = ("clock held down by " + held).where(held != "")
+    joules, power = shown["joules_per_token"], shown["joules_per_token"] * shown["tokens_per_s"]
+    ends = {"lo": power / shown["hi"], "hi": power / shown["lo"]}
+    shown = shown.assign(label=tables.labels(shown), words=words, **ends)
+    figure = Figure(figsize=(style.PAGE_IN, 0.9 + 0.36 * len(shown)))
+    style.bars(figure.subplots(), shown, "joules_per_token", "#.3g")
+    least, then = (names.name(line) for _, line in shown[:2].iterrows())
+    less = f"{1 - joules.iloc[0] / joules.iloc[1]:.0%} less than {then}"
+    about = f"{names.setup(shown)}; bars: 95% intervals of the speed, at the mean power"
+    style.titled(figure, f"{least} takes {joules.iloc[0]:#.3g} J a token, {less}", about)
+    return figure
+
+
 DRAWN: dict[str, tuple[str, Callable[[pd.DataFrame], Figure]]] = {
+    "energy": ("What a token costs in energy", energy),
     "memory": ("What fills the memory of each system", memory),
+    "pareto": ("Throughput against the memory that it takes", pareto),
     "rivals": ("The engine over each rival, run by run", rivals),
 }
 """Name -> what the index page calls it, and what draws it from the lines of the whole record."""

@@ -46,13 +46,12 @@ def bars(study: Study, lines: pd.DataFrame) -> Figure:
     with that from the rung before."""
     shown = tables.sort(study, lines[lines["tokens_per_s"].notna()])
     about, found = f"{names.setup(shown)}; bars: 95% intervals", tables.ratios(study, shown)
-    figure = Figure(figsize=(style.PAGE_IN, 0.75 + 0.36 * len(shown)))
+    figure = Figure(figsize=(style.PAGE_IN, 1.0 + 0.36 * len(shown)))
     speed, memory = figure.subplots(1, 2, width_ratios=(3, 2), sharey=True)
     if study.compares:
-        may, times = speeds.comparable(shown), found.map(lambda one: one.times, na_action="ignore")
-        words = times.where(may, "other losses")
-        shown = shown.assign(label=tables.labels(shown), words=words, may=may)
-        shown = shown.sort_values(["may", "tokens_per_s"], ascending=False)
+        shown = tables.rank(shown.assign(label=tables.labels(shown)))
+        times = found.map(lambda one: one.times, na_action="ignore")
+        shown["words"] = times.where(shown["may"], "other losses")
     else:
         against, steps = tables.base_title(study), [line for _, line in shown.iterrows()]
         if study.x == "system.preset":
@@ -62,11 +61,9 @@ def bars(study: Study, lines: pd.DataFrame) -> Figure:
         labels = [", ".join(tables.value(line, path) for path in study.axes) for line in steps]
         words = found.map(lambda one: one.change, na_action="ignore")
         shown = shown.assign(label=labels, words=words)
-    style.bars(speed, shown, shown["words"])
+    style.bars(speed, shown, "tokens_per_s", ",.0f")
     speed.xaxis.set_major_locator(MaxNLocator(5))
-    speed.set_xlim(0, 1.36 * shown["tokens_per_s"].max())
-    speed.set_yticks(range(len(shown)), shown["label"].str.replace(", ", ",\n", n=1))
-    speed.invert_yaxis()
+    speed.xaxis.set_major_formatter("{x:,.0f}")
     device, host = (shown[name].fillna(0.0) for name in ("device_gb", "host_gb"))
     memory.barh(speed.get_yticks(), device, height=0.67, color="#4a4a4a", label="GPU")
     look: Look = {"left": device, "height": 0.67, "color": "#c9c9c9", "label": "host"}
@@ -83,7 +80,7 @@ def losses(study: Study, lines: pd.DataFrame) -> Figure:
     """How far each line's losses lie from the first's without a caveat."""
     shown = tables.sort(study, lines[lines["tokens_per_s"].notna()])
     figure = Figure(figsize=(style.PAGE_IN * 0.72, 2.6))
-    axes, labels = figure.subplots(), tables.values(shown, str(study.x))
+    axes, labels = figure.subplots(), list(shown.apply(tables.value, axis=1, path=study.x))
     for at, gaps in enumerate(answers.loss_gaps(shown)):
         look: Look = {"marker": "os^D"[at % 4], "color": COLORS[at % 4], "label": labels[at]}
         axes.plot(range(1, len(gaps) + 1), gaps, **look)
@@ -95,10 +92,8 @@ def losses(study: Study, lines: pd.DataFrame) -> Figure:
 
 def along(study: Study, lines: pd.DataFrame, beside: pd.DataFrame) -> Figure:
     """What a study varies along x, one line a hue: throughput with its intervals. lines: of all
-    runs, the leading one first; each run's points are joined among themselves.
-
-    beside: other studies' lines, of which rivals at the same shape are drawn as single marks.
-    """
+    runs, the leading one first; each run's points are joined among themselves. beside: other
+    studies' lines, of which rivals at the same shape are drawn as single marks."""
     figure = Figure(figsize=(style.PAGE_IN * 0.72, 2.9))
     axes, ready = figure.subplots(), lines[lines["tokens_per_s"].notna()]
     shown = tables.sort(study, pd.concat([ready, _rivals(study, ready, beside)]))
@@ -166,22 +161,31 @@ def _rivals(study: Study, shown: pd.DataFrame, beside: pd.DataFrame) -> pd.DataF
 
 
 def quality(study: Study, lines: pd.DataFrame) -> Figure:
-    """Whether systems learn the same: held-out loss against tokens and against hours."""
+    """Whether systems learn the same: held-out loss against tokens and against hours, and how
+    far the training loss of what trains every parameter lies from the first's without a caveat."""
     shown = lines[lines["tokens_per_s"].notna()]
     shown = shown.assign(label=tables.labels(shown))
+    full = shown[~shown["system"].isin(ADAPTERS)]
+    gaps = pd.DataFrame(answers.loss_gaps(full), full.index).T
     figure = Figure(figsize=(style.PAGE_IN, 3.2))
-    tokens, hours = figure.subplots(1, 2, sharey=True)
-    for at, (_, line) in enumerate(shown.iterrows()):
+    tokens, hours, gap = figure.subplots(1, 3)
+    for at, (place, line) in enumerate(shown.iterrows()):
         look = names.look(line["family"]) | {"marker": "", "linestyle": DASHES[at % 4]}
         look |= {"linewidth": 1.2 + 0.4 * max(0, 4 - at), "label": line["label"]}  # equal ones show
         seen = pd.DataFrame(line["heldout"], columns=["tokens", "seconds", "loss"])
         tokens.plot(seen["tokens"] / 1e6, seen["loss"], **look)
         hours.plot(seen["seconds"] / 3600, seen["loss"], **look)
+        if place in gaps:
+            gap.plot(gaps[place], linewidth=0.5, alpha=0.4, color=look["color"], marker="")
+            mean = gaps[place].rolling(1 + len(gaps) // 20, min_periods=1).mean()
+            gap.plot(mean, **look | {"linestyle": "-", "linewidth": 1.6})
     tokens.set(xlabel="million tokens", ylabel="held-out loss (nats)")
     hours.set(xlabel="hours of training")
     hours.xaxis.set_major_locator(MaxNLocator(4))
-    adapters = "; LoRA trains another function" if shown["system"].isin(ADAPTERS).any() else ""
-    handles = tokens.get_legend_handles_labels()[0]
-    about = f"{names.setup(lines)}{adapters}"
-    style.titled(figure, answers.answer(study, lines), about, legend=handles, columns=4)
+    far = max(gaps.tail(len(gaps) // 2).mean(), key=abs, default=0.0)
+    gap.set_title(f"{far:+.2g} nats in the second half".replace("-", "−"), fontsize=7.5)
+    gap.set(xlabel="step", ylabel="training loss − an exact master's")
+    about = names.setup(lines)
+    about += "" if len(full) == len(shown) else "; LoRA trains another function"
+    style.titled(figure, answers.answer(study, lines), about, legend=tokens.lines, columns=4)
     return figure

@@ -93,8 +93,8 @@ def draw(steps: Sequence[Step]) -> Figure:
     """One panel a step, the longest first: how long each lane works, and how much is hidden."""
     ordered = sorted(steps, key=lambda step: -step.step_s)
     long, short = ordered[0], ordered[-1]
-    ratio = f"{long.step_s / short.step_s:.1f}x between them"
-    apart = f"A 7B step of {long.name} and of {short.name}: {ratio}"
+    times = f"{long.step_s / short.step_s:.1f}x"
+    apart = f"A step of {long.name} takes {times} as long as one of {short.name}"
     title = apart if long.name != short.name else long.name
     heights = [len(step.lanes) for step in ordered]
     figure = Figure(figsize=(style.PAGE_IN, 1.1 + sum(0.3 + 0.17 * lanes for lanes in heights)))
@@ -125,8 +125,10 @@ def _panel(axes: Axes, step: Step) -> None:
             look: Any = {"facecolor": color, "edgecolor": ink, "hatch": hatch, "linewidth": 0}
             axes.broken_barh(spans, place, **look)
         hidden = step.hidden_share(lane)
-        words = f"{step.busy_s(lane):.2f} s" + ("" if hidden is None else f", {hidden:.0%} hidden")
-        style.beside(axes, words, step.step_s, at, fontsize=6.5)
+        words = f"  {step.busy_s(lane):.2f} s" + (
+            "" if hidden is None else f", {hidden:.0%} hidden"
+        )
+        axes.text(step.step_s, at, words, va="center", fontsize=6.5)
     kind = "predicted" if step.predicted else "recorded"
     axes.set_title(f"{step.name}, {kind}: {step.step_s:.2f} s a step", fontsize=8)
     axes.set_yticks(range(len(step.lanes)), [LANES[lane] for lane in step.lanes])

@@ -41,40 +41,29 @@ def reach(lines: pd.DataFrame, value: str = "tokens_per_s") -> Any:
     return np.array([lines[value] - lines["lo"], lines["hi"] - lines[value]], float)
 
 
-def bars(axes: Axes, lines: pd.DataFrame, words: pd.Series) -> None:
-    """The speed of each line as a bar in its system's colour, hollow where it is not ranked, with
-    its interval, and to the right the speed and its words."""
+def bars(axes: Axes, lines: pd.DataFrame, value: str, form: str) -> None:
+    """The value of each line as a bar in its system's colour, hollow where it is not ranked, the
+    first above: its label to the left, its interval, and to the right the value and its words."""
     colors = lines["family"].map(lambda family: names.look(family)["color"])
     filled, places = colors.where(speeds.comparable(lines), "white"), range(len(lines))
-    speed = lines["tokens_per_s"]
-    axes.barh(places, speed, height=0.67, color=filled, edgecolor=colors)
-    axes.errorbar(speed, places, xerr=reach(lines), fmt="none", ecolor=INK, **WHISKER)
-    told = speed.map("{:,.0f}".format) + ("  " + words).fillna("")
-    for at, (end, word) in enumerate(zip(lines["hi"].fillna(speed), told, strict=True)):
-        beside(axes, word, end, at, 7.5)
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_xlabel("tokens/s")
+    axes.barh(places, lines[value], height=0.67, color=filled, edgecolor=colors)
+    axes.errorbar(lines[value], places, xerr=reach(lines, value), fmt="none", ecolor=INK, **WHISKER)
+    told = lines[value].map(f"{{:{form}}}".format) + ("  " + lines["words"]).fillna("")
+    for at, (end, word) in enumerate(zip(lines["hi"].fillna(lines[value]), told, strict=True)):
+        axes.text(end, at, f"  {word}", va="center", fontsize=7.5)
+    axes.set(xlabel=names.setting(value), xlim=(0, 1.36 * lines[value].max()))
+    axes.set_yticks(places, lines["label"].str.replace(", ", ",\n", n=1))
+    axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
 
 
-def beside(axes: Axes, words: str, x: float, y: float, fontsize: float = 7.0) -> None:
-    """Words to the right of a point."""
-    look: Any = {"textcoords": "offset points", "va": "center", "fontsize": fontsize}
-    axes.annotate(words, (x, y), xytext=(5, 0), **look)
-
-
-def titled(
-    figure: Figure, title: str, about: str, *, legend: list[Any] | None = None, columns: int = 5
-) -> None:
+def titled(figure: Figure, title: str, about: str, legend: Any = (), columns: int = 5) -> None:
     """The finding in bold above, for which the figure grows; below, in grey, what was measured and
     where, then the legend."""
     width = figure.get_figwidth()
     title, about = fill(title, int(12 * width)), fill(about, int(19.5 * width))
     figure.set_figheight(figure.get_figheight() + 0.16 * title.count("\n"))
     figure.suptitle(title, x=0.01, ha="left", fontsize=9.5, fontweight="bold", color=INK)
-    if legend is None:
-        figure.supxlabel(about, x=0.01, ha="left", fontsize=6.8, color=MUTED)
-        return
     place: Any = {"loc": "outside lower left", "ncols": columns, "columnspacing": 1.2}
     drawn = figure.legend(handles=legend, title=about, alignment="left", **place)
     drawn.get_title().set(fontsize=6.8, color=MUTED)

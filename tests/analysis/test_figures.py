@@ -13,7 +13,7 @@ from matplotlib import image
 from matplotlib import style as plot_style
 from matplotlib.text import Text
 
-from analysis import figures, record, studies
+from analysis import figures, names, record, speeds, studies
 from analysis.figures import of_record, step, style
 
 LINES = record.lines()
@@ -78,6 +78,30 @@ def test_the_forest_has_a_mark_for_each_run_that_measured_both() -> None:
     assert sorted(mine["run"]) == list(families[both].index)
     assert len(mine) >= 4
     assert (mine["value"] > 1.5).all()
+
+
+def title_of(name: str) -> str:
+    with mpl.rc_context(), plot_style.context(style.LOOK):
+        return DRAWN[name]().get_suptitle().replace("\n", " ")
+
+
+def test_the_frontier_is_what_nothing_beats_in_both_speed_and_memory() -> None:
+    mine = LINES[(LINES["study"] == of_record.HEADLINE) & ~LINES["superseded"]]
+    mine = mine[speeds.comparable(mine)]
+    speed, gb = mine["tokens_per_s"], mine["device_gb"] + mine["host_gb"]
+    best = {
+        names.name(line)
+        for place, line in mine.iterrows()
+        if not ((speed > speed[place]) & (gb <= gb[place])).any()
+    }
+    told = title_of("pareto").removeprefix("At 14B ").split(" are on the frontier")[0]
+    assert set(told.split(" and ")) == best
+
+
+def test_the_title_of_energy_is_that_of_its_rows() -> None:
+    known = LINES[LINES["joules_per_token"].notna() & (LINES["model"] == "qwen2.5-7b")]
+    least, then = sorted(known["joules_per_token"])[:2]
+    assert f"{least:#.3g} J a token, {1 - least / then:.0%} less than" in title_of("energy")
 
 
 def test_a_recorded_step_is_read_and_hidden_shares_follow_from_its_intervals(tmp_path) -> None:

@@ -103,8 +103,9 @@ def test_the_study_runs_on_the_cpu_from_its_text_to_its_figure(
     last = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")][-2:]
     assert last == ["LoRA", "QLoRA"]
     with mpl.rc_context(), plot_style.context(style.LOOK):
-        tokens, hours = of_study.draw(*section).axes
+        tokens, hours, gap = of_study.draw(*section).axes
     assert len(tokens.lines) == len(hours.lines) == 7
+    assert len(gap.lines) == 2 * 5, "every loss and their mean, of what trains every parameter"
 
 
 def curve(*losses: float) -> list[dict[str, float]]:
