@@ -108,13 +108,9 @@ def _settings(study: Study, ready: pd.DataFrame) -> str:
         known, base = _known(speeds.ratio(best, first)), tables.value(first, study.x)
         over = f"as fast as the published algorithm ({base})"
         return f"With every switch on the engine is {known} {over}."
-    slower = f"{_place(study, worst)}: {_known(speeds.ratio(worst, best), change=True)}"
-    return f"The fastest is {_place(study, best)}. The slowest is {slower}."
-
-
-def _place(study: Study, line: pd.Series) -> str:
-    """What tells a line from the others: `3 CUDA streams with 8 sequences per step`."""
-    return " with ".join(_at(line, path) for path in study.axes)
+    fast, slow = (" with ".join(_at(one, path) for path in study.axes) for one in (best, worst))
+    known = _known(speeds.ratio(worst, best), change=True)
+    return f"The fastest is {fast}. The slowest is {slow}: {known}."
 
 
 def loss_gaps(lines: pd.DataFrame) -> list[list[float]]:

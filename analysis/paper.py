@@ -27,8 +27,7 @@ def claims() -> pd.DataFrame:
 def along(study: Study) -> pd.DataFrame:
     """system, x and y of the claims on a study's axes: TFLOPS, or tokens/s from step times less
     those that the claim's own flag calls impossible."""
-    told = claims()
-    told = told[(told["study"] == study.paper) & (told["hardware"] == "GH200")]
+    told = claims().query("study == @study.paper and hardware == 'GH200'")
     if study.value == "tflops_6p":
         told = told[(told["metric"] == "tflops") & (told["value"] < float("inf"))]
         told = told.assign(x=told["model"].map(SIZES), y=told["value"])

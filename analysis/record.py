@@ -76,11 +76,10 @@ def add(sources: Iterable[Path], results: Path = RESULTS) -> list[str]:
         text = HEAD + yaml.safe_dump(content, sort_keys=False, width=120)
         write(results / name, text.encode())
     counts = new[found["home"] == place].groupby(place).agg(["sum", "size"])
-    told = []
-    for to, added, all in counts.itertuples():
-        again = f", {all - added} known" if all > added else ""
-        told.append(f"{to}: {added} new row{'' if added == 1 else 's'}{again}")
-    return told
+    return [
+        f"{to}: {num} new row{'' if num == 1 else 's'}{f', {all - num} known' if all > num else ''}"
+        for to, num, all in counts.itertuples()
+    ]
 
 
 def _measurement(found: pd.DataFrame) -> pd.Series:

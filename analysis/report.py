@@ -112,12 +112,9 @@ def index(lines: pd.DataFrame, results: Path) -> str:
         for name, title in figures.TITLES.items()
         if (results / FIGURES / f"{name}.png").exists()
     ]
-    head = (
-        "# What was measured\n\n"
-        "One line a study. The page behind it has every run, its table, the command that measures "
-        "it again and its origin.\n"
-        "Everything here is made from the rows by `make docs`; nothing is typed."
-    )
+    head = "# What was measured\n\nOne line a study. The page behind it has every run, its table, "
+    head += "the command that measures it again and its origin.\n"
+    head += "Everything here is made from the rows by `make docs`; nothing is typed."
     return "\n\n".join([head, tables.markdown(pd.DataFrame(told)), *drawn]) + "\n"
 
 

@@ -89,10 +89,9 @@ def _offline(files: list[Path]) -> list[Tagged]:
     with ThreadPoolExecutor() as pool:
         read = [(file.stem, pool.submit(runfile.read, file)) for file in files]
     whole = {stem: one.result() for stem, one in read if one.exception() is None}
-    torn = {stem: one.exception() for stem, one in read if stem not in whole}
+    torn = [one.exception() for stem, one in read if stem not in whole]
     if torn:
-        others = f"; so are {len(torn) - 1} more" if len(torn) > 1 else ""
-        raise ValueError(f"{next(iter(torn.values()))}{others}")
+        raise ValueError(f"{torn[0]}{f'; so are {len(torn) - 1} more' if torn[1:] else ''}")
     return list(whole.values())
 
 

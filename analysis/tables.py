@@ -81,15 +81,10 @@ def axes(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
         lambda found: found.told(change=study.hue != "system"), na_action="ignore"
     )
     if ordered["num_ranks"].nunique() > 1:
-        shown["efficiency"] = _text(efficiency(ordered), ".0%")
+        each = ordered["tokens_per_s"] / ordered["num_ranks"]
+        alone = each.where(ordered["num_ranks"] == 1).groupby([ordered["family"], ordered["mode"]])
+        shown["efficiency"] = _text(each / alone.transform("max"), ".0%")
     return pd.DataFrame(shown | _memory(ordered)).fillna(NONE)
-
-
-def efficiency(lines: pd.DataFrame) -> pd.Series:
-    """Tokens a second of each rank, over those of one rank of the same system."""
-    each = lines["tokens_per_s"] / lines["num_ranks"]
-    alone = each.where(lines["num_ranks"] == 1).groupby([lines["family"], lines["mode"]])
-    return each / alone.transform("max")
 
 
 def rank(lines: pd.DataFrame) -> pd.DataFrame:
@@ -226,9 +221,8 @@ def _notes(line: pd.Series) -> Iterator[str]:
     if pd.isna(line["tokens_per_s"]):
         told, reason = names.STATUSES.get(line["status"], line["status"]), line["reason"] or ""
         if found := REFUSAL.search(reason):
-            sizes = [int(one.replace(",", "")) / 1e9 for one in found.group(1, 3)]
-            needed, allowed = map("{:,.0f} GB".format, sizes)
-            yield f"{told}, for it needs {needed} of {found[2]} memory and {allowed} are allowed"
+            needs, has = (f"{int(one.replace(',', '')) / 1e9:,.0f} GB" for one in found.group(1, 3))
+            yield f"{told}, for it needs {needs} of {found[2]} memory and {has} are allowed"
         else:
             yield f"{told}: {reason}" if reason else told
         return

@@ -93,9 +93,8 @@ def draw(steps: Sequence[Step]) -> Figure:
     """One panel a step, the longest first: how long each lane works, and how much is hidden."""
     ordered = sorted(steps, key=lambda step: -step.step_s)
     long, short = ordered[0], ordered[-1]
-    times = f"{long.step_s / short.step_s:.1f}x"
-    apart = f"A step of {long.name} takes {times} as long as one of {short.name}"
-    title = apart if long.name != short.name else long.name
+    times = f"takes {long.step_s / short.step_s:.1f}x as long as one of {short.name}"
+    title = f"A step of {long.name} {times}" if long.name != short.name else long.name
     heights = [len(step.lanes) for step in ordered]
     figure = Figure(figsize=(style.PAGE_IN, 1.1 + sum(0.3 + 0.17 * lanes for lanes in heights)))
     panels = figure.subplots(len(ordered), height_ratios=heights, sharex=True, squeeze=False).flat
@@ -125,9 +124,8 @@ def _panel(axes: Axes, step: Step) -> None:
             look: Any = {"facecolor": color, "edgecolor": ink, "hatch": hatch, "linewidth": 0}
             axes.broken_barh(spans, place, **look)
         hidden = step.hidden_share(lane)
-        words = f"  {step.busy_s(lane):.2f} s" + (
-            "" if hidden is None else f", {hidden:.0%} hidden"
-        )
+        words = "" if hidden is None else f", {hidden:.0%} hidden"
+        words = f"  {step.busy_s(lane):.2f} s{words}"
         axes.text(step.step_s, at, words, va="center", fontsize=6.5)
     kind = "predicted" if step.predicted else "recorded"
     axes.set_title(f"{step.name}, {kind}: {step.step_s:.2f} s a step", fontsize=8)
