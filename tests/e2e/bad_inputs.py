@@ -584,7 +584,7 @@ TABLE = {
         0 1 1 1 => usage
         1 1 9 1 => usage
         a b c d => usage
-        1 2 3 4 5 => usage
+        1 2 3 4 5 6 => usage
     """,
 }
 LONG = "n" * 300
