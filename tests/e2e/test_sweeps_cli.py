@@ -101,7 +101,7 @@ def children(pid: int) -> list[int]:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["model=nope"], "model: got 'nope', allowed auto, checkpoint, qwen2.5-0.5b"),
+        (["model=nope"], "model: got 'nope', allowed auto, checkpoint, dense-120b"),
         (["system=nope"], "system: got 'nope', allowed fsdp2, fsdp2_compiled, fsdp2_grad_op"),
         (["+experiment=nope"], "experiment: got 'nope', allowed h200_"),
         (
@@ -170,7 +170,7 @@ def test_a_mistyped_config_is_one_line(overrides: list[str], words: str) -> None
     [
         (
             ["model=nope"],
-            "model: got 'nope', allowed auto, checkpoint, qwen2.5-0.5b",
+            "model: got 'nope', allowed auto, checkpoint, dense-120b",
         ),  # Hydra refuses
         (
             ["system=megatrain", "system.depth=0"],
