@@ -118,7 +118,7 @@ def test_what_was_copied_before_training_went_on_is_the_state(model, tmp_path):
 def test_who_waits_for_a_block_that_another_copies_does_not_copy_it_again(model, monkeypatch):
     """It may have changed by then."""
     store = make_engine(model).store
-    taking, begun, found = state.Taking(store.states, {}), threading.Event(), []
+    taking, begun, found = state.Taking(store, {}), threading.Event(), []
     before, changed = store.states[0].weight.clone(), threading.Event()
 
     def again(target: torch.Tensor, source: torch.Tensor) -> None:
