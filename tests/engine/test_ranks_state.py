@@ -15,6 +15,7 @@ from engine.state import Saver
 from tests.engine.test_ranks import batch_of, engine_of
 from tests.threads import on_ranks
 
+pytestmark = pytest.mark.slow
 CASES = [(torch.float32, 0.5, 1, True), (torch.bfloat16, 0.5, 1, False)]
 """dtype, clip_norm, micro-batches, tied."""
 Found = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]

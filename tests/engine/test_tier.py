@@ -18,12 +18,13 @@ from engine.blocks import STAGES
 from engine.disk import Drives
 from engine.step import Kind
 from tests.engine.test_disk import FAILS, IS_LATE, MOVES_LESS, inject
-from tests.engine.test_ranks import ROWS, batch_of, model_of
+from tests.engine.test_ranks import batch_of, model_of
 from tests.engine.test_ranks import engine_of as engine_of_ranks
 from tests.models import assert_same, make_batch, make_engine, make_model, train
 from tests.threads import on_ranks
 from tests.twin import TwinLanes
 
+pytestmark = pytest.mark.slow
 RECIPE = Recipe(lr=1e-2, clip_norm=0.5)
 NUM_BLOCKS = 6
 Found = tuple[list[float], dict[str, torch.Tensor]]
@@ -90,7 +91,6 @@ def test_nor_does_it_beside_other_placements(pipeline, tmp_path):
     assert_same(trained(tmp_path, **pipeline), in_memory(torch.bfloat16, 0.5, "split"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("clip_norm", [0.5, 0.0])
 def test_adversarial_interleaving_changes_no_bit(clip_norm, seed, tmp_path):
@@ -103,7 +103,6 @@ def test_adversarial_interleaving_changes_no_bit(clip_norm, seed, tmp_path):
     assert_same(found, in_memory(torch.bfloat16, clip_norm, "split"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Kind.READ_STATE, Kind.WRITE_STATE, Kind.UPDATE])
 def test_the_twin_finds_a_missing_wait(kind, tmp_path):
     expected = in_memory(torch.bfloat16, 0.5, "split")
@@ -200,7 +199,6 @@ def test_ranks_have_a_drive_s_part_each(tmp_path):
         engine.close()
         return found
 
-    assert ROWS == 4
     expected = on_ranks(2, work)[0]
     assert_same(on_ranks(2, partial(work, disk_blocks=4))[1], expected)
 
