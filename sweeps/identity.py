@@ -153,6 +153,8 @@ def in_force(config: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("system", "process"):
         groups[name] = effective(groups.get(name, {}))
     groups["process"] = {**dict.fromkeys(RANKS, 1), **groups["process"]}
+    if groups["system"].get("name") == "megatrain":
+        groups["system"] = {"disk_blocks": 0, **groups["system"]}
     if "recipe" in groups:
         groups["recipe"] = dict(groups["recipe"])
         _drop(groups["recipe"], UNDECIDED)

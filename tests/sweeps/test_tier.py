@@ -12,6 +12,7 @@ import pytest
 from sweeps import auto, outlook, plan
 from sweeps.command import command_of
 from sweeps.config import Cell
+from sweeps.identity import in_force
 from sweeps.result import Row
 from sweeps.rows import Rows
 from sweeps.study import run_cell
@@ -98,6 +99,9 @@ def test_no_state_on_disk_is_the_cell_that_it_was(tmp_path: Path) -> None:
     del config["system"]["disk_blocks"]
     assert dataclasses.replace(plain, config=config).hash == plain.hash
     assert composed("system=megatrain", "system.disk_blocks=1").hash != plain.hash
+    for one in (plain.config, config):  # and a table says 0, of rows of any age
+        assert in_force(one)["system"]["disk_blocks"] == 0
+    assert "disk_blocks" not in in_force(composed("system=zero3").config)["system"]
 
 
 def test_a_prediction_knows_the_drives() -> None:
