@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -70,6 +71,9 @@ def launch(num_ranks: int, command: Sequence[str]) -> dict[int, int]:
     folder = Path(tempfile.mkdtemp())
     # Files in place of torch's TCPStore, which listens on every interface.
     os.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", STORE: str(folder / "store")}
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}
+    # torch 2.11 has no such setting, and waits for half a minute.
+    patience: dict[str, Any] = dict.fromkeys({"shutdown_timeout"} & known, PATIENCE_S)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -80,7 +84,7 @@ def launch(num_ranks: int, command: Sequence[str]) -> dict[int, int]:
         rdzv_configs={"store_type": "file"},
         local_addr="localhost",
         max_restarts=0,
-        shutdown_timeout=PATIENCE_S,
+        **patience,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
     )
     try:
