@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from engine import state
 from engine.asked import asked_of, check_work, require_folders, rows_of
 from engine.config import EngineConfig
 from engine.disk import caveat_of
@@ -24,6 +23,7 @@ from engine.planner.planner import Machine, Planner
 from engine.planner.rates import Rates
 from engine.ranks import Ranks
 from engine.recipe import Batch, Recipe
+from engine.resuming import resume
 from engine.sizes import Masks, Plan, Widths, Work, dtype_name
 from engine.timeline import Timeline, last_step
 from engine.trainer import Trainer, default_threads
@@ -196,7 +196,7 @@ class MegaTrain(Trainer):
         self._settle()
         for block in range(self.blocks.num_blocks):
             self.saver.before(block)
-        self._next_step = state.resume(self.store, directory, self.recipe)
+        self._next_step = resume(self.store, directory, self.recipe)
         self.store.spread()
 
     def _settle(self) -> None:

@@ -54,6 +54,19 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def let_go(path: Path) -> None:
+    """Have the kernel forget a file's pages, which are on the disk.
+
+    A state is as large as what trains, and is read once: its pages would push others out, and on a
+    virtual machine whose memory grows as it is touched new ones are slower than the disk.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
 def seal(directory: Path) -> None:
     """Write the manifest of all files below `directory`, and return when they are on the disk."""
     everything = sorted(directory.rglob("*"))

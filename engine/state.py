@@ -1,8 +1,7 @@
-"""The training state on disk: copied and written beside training, resumed bit for bit.
+"""The training state on disk: copied and written beside training (engine/resuming.py reads it).
 
-Invariants: a directory appears whole or not at all, what is in it is looked at before the first
-byte of the store changes, and it is the state of one step. A state does not depend on placement,
-depth or lanes, and a split master resumes as an fp32 one and the other way round.
+Invariants: a directory appears whole or not at all, and it is the state of one step. A state does
+not depend on placement, depth or lanes.
 
 One safetensors file a block with its weight, remainder or master, and moments; state.json with what
 must match and the size and SHA-256 of every file; COMMIT, written last, with the SHA-256 of
@@ -18,11 +17,11 @@ import contextlib
 import ctypes
 import json
 import os
+import shutil
 import threading
 import time
-import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from functools import partial
@@ -30,24 +29,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from engine.lanes import CopyStream, hold_until
-from engine.layout import within
-from engine.master import BlockState, read_master, write_master
-from engine.ranks import Ranks
+from engine.master import BlockState
 from engine.recipe import Recipe
-from engine.saving import digest, sync, whole_directory
+from engine.saving import digest, let_go, sync, whole_directory
 from engine.sizes import PAGE
 from engine.store import Arena, Store, staged_state
 
 FORMAT = 3
 STATE, COMMIT = "state.json", "COMMIT"
-EXACT = {"split": torch.int16, "fp32": torch.float32}
-"""Masters that hold the same fp32 numbers, and the dtype of what each has beside the weight."""
-WRITERS = 2
-"""One block is digested while another is written."""
+WRITERS = 3
+"""Blocks that are written, synced or digested at a time: a thread takes about three times as long
+for all of that as one drive for the bytes."""
 COPIERS = max(1, len(os.sched_getaffinity(0)) // 4)
 """Blocks that are copied at a time, each by one thread. What is copied while the optimizer rests,
 which with clipping is a whole forward and backward, no update waits for."""
@@ -79,7 +75,7 @@ class Taking:
 
     def begin(self, block: int, stream: CopyStream) -> None:
         """Enqueue the copy of a block on a GPU."""
-        tensors = _tensors(self._states[block])
+        tensors = tensors_of(self._states[block])
         copies = self._copies.get(block) or _like(tensors)
 
         def copy() -> None:
@@ -122,7 +118,7 @@ class Taking:
             if block not in self._left:
                 return
             try:
-                tensors = _tensors(self._states[block])
+                tensors = tensors_of(self._states[block])
                 if block not in self._copies:
                     self._copies[block] = _copies_for(self._store, block)
                 if block in self._store.spec.on_disks:
@@ -145,6 +141,8 @@ class Saver:
         self._threads = ThreadPoolExecutor(WRITERS + 1, thread_name_prefix="save")
         self._copiers = ThreadPoolExecutor(COPIERS, thread_name_prefix="copy")
         self._last: Future[None] | None = None
+        self._scratch = Path()
+        """Folder of what `_last` writes, which is gone once it has its name."""
         self._taking: Taking | None = None
         self._copies: dict[int, Tensors] = {}
         """Block -> where it is copied to: kept, so that its pages are touched once."""
@@ -163,12 +161,12 @@ class Saver:
         if not self._has_room(room) or self._copies:
             return
         states = self._store.states
-        ours = [t for state in states for t in _tensors(state).values() if t.is_cuda]
+        ours = [t for state in states for t in tensors_of(state).values() if t.is_cuda]
         sizes = [t.nbytes + -t.nbytes % PAGE for t in ours]
         self._arena = Arena(sizes, pinned=self._store.spec.pinned)
         pieces = iter(self._arena.pieces)
         for block, state in enumerate(states):
-            tensors = _tensors(state)
+            tensors = tensors_of(state)
             self._copies[block] = (
                 {name: next(pieces)[: t.nbytes].view(t.dtype) for name, t in tensors.items()}
                 if state.weight.is_cuda
@@ -199,6 +197,7 @@ class Saver:
                 self._forget()
                 work = partial(self._commit, self._copy(whole, room))
             rest = unfinished.pop_all()
+        self._scratch = whole.parent
         self._last = self._threads.submit(work, rest, whole, description, started)
         self._count(save_wait_s=time.perf_counter() - started)
 
@@ -242,7 +241,7 @@ class Saver:
                     tensors = copy.result()
                     if any(write.done() and write.exception() for write in writes):
                         break  # which `_commit` raises
-                    path = _file(whole, block, self._ranks.index, self._ranks.count)
+                    path = file_of(whole, block, self._ranks.index, self._ranks.count)
                     writes.append(self._threads.submit(_write_block, path, tensors))
             finally:
                 taking.give_up()
@@ -262,8 +261,8 @@ class Saver:
                 while copied and sum(size for size, _ in copied) + num_bytes > room:
                     copied.popleft()[1].result()
                 # a copy: the next step changes the store
-                tensors = {k: t.to("cpu", copy=True) for k, t in _tensors(state).items()}
-                path = _file(whole, block, self._ranks.index, self._ranks.count)
+                tensors = {k: t.to("cpu", copy=True) for k, t in tensors_of(state).items()}
+                path = file_of(whole, block, self._ranks.index, self._ranks.count)
                 write = self._threads.submit(_write_block, path, tensors)
                 writes.append(write)
                 copied.append((num_bytes, write))
@@ -344,6 +343,8 @@ class Saver:
         if self._ranks.count > 1 and not self._closing.is_set():
             said = list(filter(None, self._ranks.texts(str(error or ""))))
             error = error or (OSError(said[0]) if said else None)
+            if error is not None:  # a rank may have written after the first gave up
+                shutil.rmtree(self._scratch, ignore_errors=True)
         self._count(save_wait_s=time.perf_counter() - started)
         if error is not None:
             raise error
@@ -385,15 +386,15 @@ def _copies_for(store: Store, block: int) -> Tensors:
     """Host memory for copies of a block on the host; what is on disk of it comes in one piece."""
     state = store.states[block]
     if block not in store.spec.on_disks:
-        return _like(_tensors(state))
+        return _like(tensors_of(state))
     numel = state.weight.numel()
     (whole,) = Arena([store.spec.rest_itemsize * numel], pinned="none").pieces
     staged = staged_state(store.spec, torch.zeros_like(state.weight), whole)
-    return {**_tensors(staged), ON_DISK: whole}
+    return {**tensors_of(staged), ON_DISK: whole}
 
 
 def _num_bytes(state: BlockState) -> int:
-    return sum(tensor.nbytes for tensor in _tensors(state).values())
+    return sum(tensor.nbytes for tensor in tensors_of(state).values())
 
 
 def _write_block(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[str, dict[str, Any]]:
@@ -408,7 +409,9 @@ def _write_block(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[str, dic
             "another"
         ) from None
     sync(path)
-    return path.name, {"bytes": path.stat().st_size, "sha256": digest(path)}
+    entry = {"bytes": path.stat().st_size, "sha256": digest(path)}
+    let_go(path)
+    return path.name, entry
 
 
 def describe(store: Store) -> dict[str, Any]:
@@ -422,148 +425,14 @@ def describe(store: Store) -> dict[str, Any]:
     }
 
 
-def resume(store: Store, directory: Path, recipe: Recipe) -> int:
-    """Load `directory` into the store; the optimizer steps taken so far.
-
-    ValueError, and a store as it was, where the state does not fit or a file is not the one that
-    was saved: on all ranks where one finds it. Warns where it was trained with another recipe: this
-    run goes on with its own.
-    """
-    directory, refused, found = Path(directory), None, dict[str, Any]()
-    try:
-        found = _fitting(store, directory)
-    except ValueError as error:
-        refused = error
-    if store.ranks.count > 1:
-        said = list(filter(None, store.ranks.texts(str(refused or ""))))
-        refused = refused or (ValueError(said[0]) if said else None)
-    if refused is not None:
-        raise refused
-    for block in range(len(store.states)):
-        for path, theirs, mine in _overlaps(store, directory, block, found["parts"]):
-            with safe_open(path, framework="pt") as file:
-                names = file.keys()
-                tensors = {name: file.get_slice(name)[theirs] for name in names}
-            store.fetch(block, changes=True)
-            _load(store.states[block].part(mine), tensors)
-    _warn_of_another_recipe(directory, found.get("recipe") or {}, recipe)
-    step: int = found["step"]
-    return step
-
-
-def _fitting(store: Store, directory: Path) -> dict[str, Any]:
-    """What a state says of itself; ValueError where it does not fit, or where a file that this
-    rank would read is not the one that was saved."""
-    found, wanted = _description(directory), describe(store)
-    if store.spec.dtype == torch.float32:  # the weight is the master, whatever system.master says
-        del wanted["master"]
-    elif found.get("master") in EXACT and wanted["master"] in EXACT:
-        wanted["master"] = found["master"]
-    for key, expected in wanted.items():
-        if found.get(key) != expected:
-            got = "other parameters" if key == "blocks" else repr(found.get(key))
-            raise ValueError(
-                f"resume: {directory} has {key} {got}, allowed what this run has; use the "
-                "state's own config"
-            )
-    master = None if store.spec.dtype == torch.float32 else EXACT.get(wanted["master"])
-    files, found["parts"] = found.get("files") or {}, found.get("parts", 1)
-    for block, state in enumerate(store.states):
-        numel = store.spec.layouts[block].in_parts(found["parts"]).numel // found["parts"]
-        for path, _, _ in _overlaps(store, directory, block, found["parts"]):
-            _check_file(path, files.get(path.name))
-            _check_tensors(path, _shapes(state, master, numel))
-    return found
-
-
-def _overlaps(
-    store: Store, directory: Path, block: int, num_parts: int
-) -> Iterator[tuple[Path, slice, slice]]:
-    """Files that have some of this rank's part of a block, what of each it is, and of the part."""
-    layout, own = store.spec.layouts[block], store.part(block)
-    for index in range(num_parts):
-        theirs = Ranks(index=index, count=num_parts).part(layout.in_parts(num_parts).numel)
-        mine = within(theirs, own)
-        if mine.start < mine.stop:
-            yield _file(directory, block, index, num_parts), within(own, theirs), mine
-
-
-def _load(state: BlockState, found: Mapping[str, torch.Tensor]) -> None:
-    for name, place in _tensors(state).items():
-        if found[name].dtype == place.dtype:
-            place.copy_(found[name])
-    if state.extra is not None and found["extra"].dtype != state.extra.dtype:
-        master = read_master(found["weight"], found["extra"]).to(state.weight.device)
-        write_master(master, state.weight, state.extra)
-
-
-def _check_file(path: Path, expected: Any) -> None:
-    """ValueError where the file is not, byte for byte, what the manifest says."""
-    if not path.is_file():
-        raise ValueError(
-            f"resume: {path.parent} has no {path.name}, allowed one a block; copy it whole"
-        )
-    size = path.stat().st_size
-    if not isinstance(expected, dict) or size != expected.get("bytes"):
-        allowed = expected.get("bytes") if isinstance(expected, dict) else "none in"
-        raise ValueError(
-            f"resume: {path} has {size} bytes, allowed {allowed} by {STATE}; copy the state whole"
-        )
-    if digest(path) != expected.get("sha256"):
-        raise ValueError(
-            f"resume: {path} has other bytes than {STATE} says; copy the state whole or take "
-            "another"
-        )
-
-
-def _check_tensors(path: Path, allowed: dict[str, str]) -> None:
-    """ValueError where the file has not the tensors that its block needs."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            got = {name: f"{s.get_dtype()} {s.get_shape()}" for name, s in slices.items()}
-            got["block"] = (file.metadata() or {}).get("block", "none")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(
-            f"resume: {path} is no block of a state ({type(error).__name__}); take another"
-        ) from None
-    allowed = allowed | {"block": path.stem}
-    if got != allowed:
-        raise ValueError(
-            f"resume: {path} has {got}, allowed {allowed} for a block of this model; take another"
-        )
-
-
-def _tensors(state: BlockState) -> Tensors:
+def tensors_of(state: BlockState) -> Tensors:
+    """What is saved of a block, by the names that its file has."""
     named = {name: getattr(state, name) for name in ("weight", "extra", "exp_avg", "exp_avg_sq")}
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
-def _shapes(state: BlockState, extra: torch.dtype | None, numel: int) -> dict[str, str]:
-    """Dtype and shape of the tensors of a block's file; `extra`: of the master's own part."""
-    names = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int16: "I16"}
-    dtypes = {name: tensor.dtype for name, tensor in _tensors(state).items()}
-    if extra is not None:
-        dtypes["extra"] = extra
-    return {name: f"{names[dtype]} {[numel]}" for name, dtype in dtypes.items()}
-
-
-def _warn_of_another_recipe(directory: Path, theirs: dict[str, Any], recipe: Recipe) -> None:
-    theirs = asdict(Recipe()) | theirs  # an older state has not all fields
-    other = [
-        f"recipe.{name} {theirs.get(name)!r}, now {value!r}"
-        for name, value in asdict(recipe).items()
-        if theirs.get(name) != value
-    ]
-    if other:
-        warnings.warn(
-            f"resume: {directory} was trained with {'; '.join(other)}; this run goes on with its "
-            "own",
-            stacklevel=4,
-        )
-
-
-def _file(directory: Path, block: int, index: int, count: int) -> Path:
+def file_of(directory: Path, block: int, index: int, count: int) -> Path:
+    """Where part `index` of `count` of a block is."""
     part = f"-part-{index + 1}-of-{count}" if count > 1 else ""
     return directory / f"block-{block:04}{part}.safetensors"
 
@@ -571,28 +440,3 @@ def _file(directory: Path, block: int, index: int, count: int) -> Path:
 def _said(whole: Path, index: int) -> Path:
     """Where a rank says which files it has written."""
     return whole / f"rank-{index}.json"
-
-
-def _description(directory: Path) -> dict[str, Any]:
-    """What state.json says; ValueError where it is not there, not what was saved or not
-    committed."""
-    found = None
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads((directory / STATE).read_text())
-    if not isinstance(found, dict) or type(found.get("step")) is not int:
-        raise ValueError(
-            f"resume: {directory} is no saved state, allowed a directory that save() wrote; check "
-            "the path"
-        )
-    if found.get("format") == FORMAT and not _is_committed(directory):
-        raise ValueError(
-            f"resume: {directory / COMMIT} is not that of {STATE}; copy the state whole or take "
-            "another"
-        )
-    return found
-
-
-def _is_committed(directory: Path) -> bool:
-    with contextlib.suppress(OSError, ValueError):
-        return (directory / COMMIT).read_text() == digest(directory / STATE)
-    return False

@@ -239,7 +239,7 @@ def test_copies_take_no_more_room_than_given(model, tmp_path, monkeypatch):
     not yet written."""
     engine = make_engine(model, recipe=RECIPE)
     train(engine, 1)
-    sizes = [sum(t.nbytes for t in state._tensors(s).values()) for s in engine.store.states]
+    sizes = [sum(t.nbytes for t in state.tensors_of(s).values()) for s in engine.store.states]
     room, held, most = max(sizes) * 2, 0, 0
     lock, write, block = threading.Lock(), state._write_block, iter(sizes)
 
