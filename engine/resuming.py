@@ -11,7 +11,6 @@ import contextlib
 import json
 import warnings
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,12 @@ from engine.layout import within
 from engine.master import BlockState, read_master, write_master
 from engine.ranks import Ranks
 from engine.recipe import Recipe
-from engine.saving import digest, let_go
+from engine.saving import digest
 from engine.state import COMMIT, FORMAT, STATE, describe, file_of, tensors_of
 from engine.store import Store
 
 EXACT = {"split": torch.int16, "fp32": torch.float32}
 """Masters that hold the same fp32 numbers, and the dtype of what each has beside the weight."""
-CHECKERS = 4
-"""Files that are digested at a time: a thread digests about as fast as one drive reads."""
 
 
 def resume(store: Store, directory: Path, recipe: Recipe) -> int:
@@ -55,7 +52,6 @@ def resume(store: Store, directory: Path, recipe: Recipe) -> int:
             with safe_open(path, framework="pt") as file:
                 names = file.keys()
                 tensors = {name: file.get_slice(name)[theirs] for name in names}
-            let_go(path)
             store.fetch(block, changes=True)
             _load(store.states[block].part(mine), tensors)
     _warn_of_another_recipe(directory, found.get("recipe") or {}, recipe)
@@ -80,16 +76,11 @@ def _fitting(store: Store, directory: Path) -> dict[str, Any]:
             )
     master = None if store.spec.dtype == torch.float32 else EXACT.get(wanted["master"])
     files, found["parts"] = found.get("files") or {}, found.get("parts", 1)
-
-    def check(block: int) -> None:
+    for block, state in enumerate(store.states):
         numel = store.spec.layouts[block].in_parts(found["parts"]).numel // found["parts"]
         for path, _, _ in _overlaps(store, directory, block, found["parts"]):
             _check_file(path, files.get(path.name))
-            _check_tensors(path, _shapes(store.states[block], master, numel))
-
-    with ThreadPoolExecutor(CHECKERS) as checkers:
-        for _ in checkers.map(check, range(len(store.states))):
-            pass
+            _check_tensors(path, _shapes(state, master, numel))
     return found
 
 
@@ -126,9 +117,7 @@ def _check_file(path: Path, expected: Any) -> None:
         raise ValueError(
             f"resume: {path} has {size} bytes, allowed {allowed} by {STATE}; copy the state whole"
         )
-    found = digest(path)
-    let_go(path)
-    if found != expected.get("sha256"):
+    if digest(path) != expected.get("sha256"):
         raise ValueError(
             f"resume: {path} has other bytes than {STATE} says; copy the state whole or take "
             "another"

@@ -55,10 +55,9 @@ def sync(path: Path) -> None:
 
 
 def let_go(path: Path) -> None:
-    """Have the kernel forget a file's pages, which are on the disk.
+    """Have the kernel forget the pages of a file that is on the disk, and use them for the next.
 
-    A state is as large as what trains, and is read once: its pages would push others out, and on a
-    virtual machine whose memory grows as it is touched new ones are slower than the disk.
+    On a virtual machine whose memory grows as it is touched new pages are slower than the disk.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -41,9 +41,8 @@ from engine.store import Arena, Store, staged_state
 
 FORMAT = 3
 STATE, COMMIT = "state.json", "COMMIT"
-WRITERS = 3
-"""Blocks that are written, synced or digested at a time: a thread takes about three times as long
-for all of that as one drive for the bytes."""
+WRITERS = 2
+"""One block is digested while another is written."""
 COPIERS = max(1, len(os.sched_getaffinity(0)) // 4)
 """Blocks that are copied at a time, each by one thread. What is copied while the optimizer rests,
 which with clipping is a whole forward and backward, no update waits for."""
@@ -141,8 +140,8 @@ class Saver:
         self._threads = ThreadPoolExecutor(WRITERS + 1, thread_name_prefix="save")
         self._copiers = ThreadPoolExecutor(COPIERS, thread_name_prefix="copy")
         self._last: Future[None] | None = None
-        self._scratch = Path()
-        """Folder of what `_last` writes, which is gone once it has its name."""
+        self._scratch: Path | None = None
+        """Folder that `_last` writes in, which is gone when it has ended."""
         self._taking: Taking | None = None
         self._copies: dict[int, Tensors] = {}
         """Block -> where it is copied to: kept, so that its pages are touched once."""
@@ -343,7 +342,8 @@ class Saver:
         if self._ranks.count > 1 and not self._closing.is_set():
             said = list(filter(None, self._ranks.texts(str(error or ""))))
             error = error or (OSError(said[0]) if said else None)
-            if error is not None:  # a rank may have written after the first gave up
+            if error is not None and self._scratch is not None:
+                # a rank may have written after the first gave up
                 shutil.rmtree(self._scratch, ignore_errors=True)
         self._count(save_wait_s=time.perf_counter() - started)
         if error is not None:

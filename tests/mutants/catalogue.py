@@ -335,8 +335,8 @@ MUTANTS = (
         ("Z4", "num_parts), within(own, theirs), mine", "num_parts), mine, mine", RANKED_STATE),
         ("Z7", "refused = refused or (ValueError(said[0]) if said else None)", "pass", NONE_READS),
         ("C6", 'del wanted["master"]', "pass", "test_engine_state.py"),
-        ("C7", 'if found != expected.get("sha256"):', "if False:"),
-        ("C9", "            _check_tensors(path", "            () or (path"),
+        ("C7", 'if digest(path) != expected.get("sha256"):', "if False:"),
+        ("C9", "        _check_tensors(path", "        () or (path"),
         (
             "C10",
             "(directory / COMMIT).read_text() == ",
