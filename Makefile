@@ -60,8 +60,9 @@ figures: $(INSTALLED) ## draw every picture anew from the committed rows; as PDF
 	$(BIN)/python -m analysis figures
 	$(BIN)/python -m analysis figures --format pdf
 
-docs: $(INSTALLED) ## write the record's pages and fill the numbers in README and docs
+docs: $(INSTALLED) ## write the record's pages, run the notebooks and fill the numbers in README and docs
 	$(BIN)/python -m analysis docs
+	$(BIN)/python -m analysis notebooks
 
 ceilings: $(INSTALLED) ## what this machine can do: link, memory, matrix product, CPU AdamW
 	$(BIN)/python -m sweeps.ceilings

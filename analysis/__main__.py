@@ -88,6 +88,8 @@ def _add(options: argparse.Namespace) -> Iterable[object]:
     yield from record.add(options.paths, options.results)
     yield f"{len(_figures(options.results))} pictures drawn"
     yield from report.refresh(options.results)
+    if options.results == record.RESULTS:  # what the notebooks show
+        yield from _notebooks(options)
 
 
 def _notebooks(_: argparse.Namespace) -> Iterable[object]:

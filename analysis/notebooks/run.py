@@ -17,10 +17,6 @@ from analysis import record
 
 FOLDER = Path(__file__).parent
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.ipynb")))
-QUIET = Config(
-    KernelManager={"transport": "ipc"}, NotebookClient={"timeout": 120, "record_timing": False}
-)
-"""A kernel is spoken to through files of this user, not through ports."""
 
 
 def executed(name: str) -> nbformat.NotebookNode:
@@ -30,7 +26,12 @@ def executed(name: str) -> nbformat.NotebookNode:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["IPYTHONDIR"] = folder  # nothing of the user's profile, no history left in it
         try:
-            NotebookClient(notebook, config=QUIET, resources=place).execute()
+            # Spoken to through files of its own, not through ports, nor those of a kernel beside it.
+            kernel = {"transport": "ipc", "ip": f"{folder}/kernel"}
+            quiet = Config(
+                KernelManager=kernel, NotebookClient={"timeout": 120, "record_timing": False}
+            )
+            NotebookClient(notebook, config=quiet, resources=place).execute()
         except CellExecutionError as error:
             raise ValueError(f"{name}.ipynb: {error.ename}: {error.evalue}") from None
     notebook.metadata["language_info"] = {"name": "python"}
