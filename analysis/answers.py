@@ -45,6 +45,9 @@ def _comparison(study: Study, ready: pd.DataFrame) -> str:
         return f"{names.name(best)} is the fastest, at {best['tokens_per_s']:,.0f} tokens/s."
     known = _known(speeds.ratio(best, base))
     told = f"{names.name(best)} is {known} as fast as {names.name(base)}."
+    steady = best["steady_tokens_per_s"] / base["steady_tokens_per_s"]
+    if not pd.isna(steady):
+        told += f" In steady training, without the waits at a window's end, it is {steady:.2f}x."
     others = ranked[speeds.rivals(ranked) & (ranked["family"] != best["family"])]
     if len(others) and (rival := speeds.fastest(others)).name != base.name:
         known = _known(speeds.ratio(best, rival))

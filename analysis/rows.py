@@ -30,7 +30,7 @@ GB = 1e9
 RUN = r"\d{4}-\d\d-\d\d_[a-z0-9-]+_\w+"
 """DATE_MACHINE_BOOT, the name of a run, which a file of the record bears."""
 NUMBERS = "tokens_per_s device_gb host_gb final_loss max_loss_difference mfu tflops_6p cell_s "
-NUMBERS += "joules_per_token sm_mhz heldout_loss exact_match predicted"
+NUMBERS += "joules_per_token sm_mhz heldout_loss exact_match predicted steady_tokens_per_s"
 """Columns that are numbers even in a frame where none is known."""
 ONLINE = re.compile(r"wandb:(?P<path>[^/@#]+/[^/@#]+)(@(?P<group>[^#]+))?(#(?P<tags>.+))?")
 """wandb:entity/project, then @group and #tag where only those runs are meant."""

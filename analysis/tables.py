@@ -45,6 +45,7 @@ def comparison(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
     shown = {
         "system": labels(ranked),
         "tokens/s": _speed(ranked),
+        **_steady(ranked),
         "ratio" if base is None else f"vs {names.name(base)}": times,
         "95% interval": found.map(lambda one: one.interval or "no interval", na_action="ignore"),
         **_memory(ranked),
@@ -74,7 +75,7 @@ def axes(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
     shown: dict[str, Any] = {}
     for path in study.axes:
         shown[names.setting(path)] = ordered.apply(value, axis=1, path=path)
-    shown["tokens/s"] = _speed(ordered)
+    shown |= {"tokens/s": _speed(ordered), **_steady(ordered)}
     if study.value == "tflops_6p":
         shown["TFLOPS"] = _text(ordered["tflops_6p"], ".0f")
     shown[f"vs {base_title(study)}"] = ratios(study, ordered).map(
@@ -142,6 +143,12 @@ def _text(numbers: pd.Series, form: str, unit: str = "") -> pd.Series:
 def _speed(lines: pd.DataFrame) -> pd.Series:
     speed = _text(lines["tokens_per_s"], ",.0f")
     return speed.mask(lines["tokens_per_s"].isna(), lines["status"].replace(names.STATUSES))
+
+
+def _steady(lines: pd.DataFrame) -> dict[str, pd.Series]:
+    """A column where some row knows it."""
+    known = lines["steady_tokens_per_s"]
+    return {"steady": _text(known, ",.0f")} if known.notna().any() else {}
 
 
 def _memory(lines: pd.DataFrame) -> dict[str, pd.Series]:

@@ -152,8 +152,8 @@ class TrainingSystem(Protocol):
         """Return when every stream, worker and pending update is finished; raise their errors."""
 
     def counters(self) -> dict[str, float]:
-        """Totals since setup: h2d_bytes, d2h_bytes, recompute_flops, optimizer_s, optimizer_wait_s
-        (those known)."""
+        """Totals since setup: h2d_bytes, d2h_bytes, recompute_flops, optimizer_s,
+        optimizer_wait_s, device_idle_s (those known)."""
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, fp32 tensor on the host) for every parameter, from the master copy."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from engine.cores import keep_to
-from engine.marks import Marks
+from engine.marks import Marks, Waits
 from engine.recipe import NonFiniteLossError
 from engine.step import COMPUTE, HOST_LANES, Op
 from engine.timeline import Interval
@@ -66,6 +66,8 @@ class CudaLanes:
         """cores: those that workers and the optimizer's threads are kept to; () is all."""
         self.device, self._cores = device, cores
         self.waited_s = 0.0
+        self.idle = Waits()
+        """Of the compute lane."""
         self._streams = {lane: self._stream(lane) for lane in lanes if lane not in HOST_LANES}
         self._error: BaseException | None = None
         self._marks: Marks | None = None
@@ -95,12 +97,14 @@ class CudaLanes:
             self._queues[op.lane].put((task, list(waits), ticket))
             return ticket
         stream = self._streams[op.lane]
-        for wait in waits:
-            if wait.done is not None:
-                self._wait_host(wait.done)
-            else:
-                assert wait.event is not None, f"{op.label} waits for {wait.label}, silent"
-                stream.wait_event(wait.event)
+        counted = op.lane == COMPUTE and waits
+        with self.idle.around(stream) if counted else nullcontext():
+            for wait in waits:
+                if wait.done is not None:
+                    self._wait_host(wait.done)
+                else:
+                    assert wait.event is not None, f"{op.label} waits for {wait.label}, silent"
+                    stream.wait_event(wait.event)
         mark = self._marks.on_device(op.lane, op.label, stream) if self._marks else nullcontext()
         with torch.cuda.stream(stream), mark:
             task()

@@ -1,4 +1,5 @@
-"""Begin and end of operations, taken as they are submitted, for timelines.
+"""Begin and end of operations, taken as they are submitted, for timelines; and how long a stream
+waited.
 
 Invariant: device and host share one origin, a moment at which nothing runs.
 """
@@ -14,11 +15,57 @@ import torch
 
 from engine.timeline import Interval
 
+MOST_PENDING = 1 << 12
+"""Waits whose events are kept before those that are over are added up."""
+
 
 def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
+
+
+class Waits:
+    """Seconds that a stream had nothing to do but wait for other lanes, by events on both sides of
+    each wait."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._pending: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._free: list[torch.cuda.Event] = []
+
+    @contextmanager
+    def around(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """Count what the stream is told to wait for inside."""
+        start = self._mark(stream)
+        yield
+        self._pending.append((start, self._mark(stream)))
+        if len(self._pending) >= MOST_PENDING:
+            self._settle()
+
+    def _mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        if not self._free:
+            return _event(stream)
+        event = self._free.pop()
+        event.record(stream)
+        return event
+
+    def _settle(self) -> None:
+        """Add up what is over, in the order it was submitted."""
+        over = 0
+        for start, end in self._pending:
+            if not end.query():  # type: ignore[no-untyped-call]
+                break
+            self._seconds += start.elapsed_time(end) / 1e3
+            self._free += [start, end]
+            over += 1
+        del self._pending[:over]
+
+    @property
+    def seconds(self) -> float:
+        """Of all waits that are over."""
+        self._settle()
+        return self._seconds
 
 
 @dataclass(kw_only=True, eq=False)

@@ -16,7 +16,7 @@ from torch import nn
 from engine.asked import asked_of, check_work, require_folders, rows_of
 from engine.config import EngineConfig
 from engine.disk import caveat_of
-from engine.lanes import Lanes
+from engine.lanes import CudaLanes, Lanes
 from engine.layers.decoder import Decoder
 from engine.layers.rehearsal import rehearse
 from engine.planner.planner import Machine, Planner
@@ -112,12 +112,13 @@ class MegaTrain(Trainer):
 
     def counters(self) -> dict[str, float]:
         """Totals since setup: bytes moved each way, recomputed FLOPs, seconds the optimizer ran and
-        was waited for; once a state was saved, bytes and seconds of that."""
-        return (
-            self.executor.counters
-            | {"optimizer_wait_s": self.executor.lanes.waited_s}
-            | self.saver.counters
-        )
+        the launching thread waited for it; on a GPU seconds that its computations waited for
+        anything; once a state was saved, bytes and seconds of that."""
+        lanes = self.executor.lanes
+        waits = {"optimizer_wait_s": lanes.waited_s}
+        if isinstance(lanes, CudaLanes):
+            waits["device_idle_s"] = lanes.idle.seconds
+        return self.executor.counters | waits | self.saver.counters
 
     @property
     def caveat(self) -> str | None:

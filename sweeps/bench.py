@@ -41,7 +41,10 @@ def measure(
 
     What it saw leaves as `losses` events, one for the warm-up and one a window: first_step; losses,
     mean per label token, nats; gradient_norms, [] where the system does not tell; seconds, None for
-    the warm-up; num_tokens, those with a label; counters, what the system counted meanwhile. A
+    the warm-up; num_tokens, those with a label; counters, what the system counted meanwhile; of a
+    window also `steady_s`, seconds from where the device was through with its first step to where
+    it was with its last, and `steady_tokens`, those with a label between: what is carried in is as
+    much as what is carried out, so no drain is in it. None and 0 in a window of one step. A
     first window slower than `spec.stop_below` is the last. heldout: what is evaluated before the
     first step and after every window, as `Curve` says. saves: what saves a state beside each.
 
@@ -51,7 +54,7 @@ def measure(
     curve.look()
     emit("phase", name="warm-up")
     warmup = [next(batches) for _ in range(spec.warmup_steps)]
-    pending = _enqueue(system, warmup, 0, emit)
+    pending, _ = _enqueue(system, warmup, 0, emit, clock)
     system.drain()
     counted = dict(system.counters())
     _read(pending, 0, emit, seconds=None, num_tokens=0, counters=counted)
@@ -65,14 +68,19 @@ def measure(
         started = clock()
         if saves:
             saves.begin()
-        pending = _enqueue(system, steps, first_step, emit)
+        pending, ends = _enqueue(system, steps, first_step, emit, clock)
         system.drain()
         seconds = distributed.slowest(clock() - started)
+        steady = {
+            "steady_s": distributed.slowest(_between(ends[0], ends[-1])) if ends[1:] else None,
+            "steady_tokens": sum(batch.num_tokens for batch in steps[1:]),
+        }
         if saves:
             saves.end(last=window + 1 == spec.windows)
         before, counted = counted, dict(system.counters())
         counters = {name: value - before.get(name, 0.0) for name, value in counted.items()}
-        _read(pending, first_step, emit, seconds=seconds, num_tokens=num_tokens, counters=counters)
+        seen = {"seconds": seconds, "num_tokens": num_tokens, "counters": counters, **steady}
+        _read(pending, first_step, emit, **seen)
         curve.trained(steps, seconds)
         curve.look()
         if window == 0 and num_tokens < spec.stop_below * seconds:
@@ -159,17 +167,44 @@ class Curve:
         return loss
 
 
+End = torch.cuda.Event | float
+"""Where a step ended: an event behind it on its device's current stream, which nobody waits for, or
+the clock's seconds."""
+
+
 def _enqueue(
-    system: TrainingSystem, steps: Sequence[Batch], first: int, emit: Emit
-) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """One train_step a batch; losses and gradient norms stay where they are. The progress event is
-    one short write to a pipe."""
-    pending = []
+    system: TrainingSystem,
+    steps: Sequence[Batch],
+    first: int,
+    emit: Emit,
+    clock: Callable[[], float],
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor | None]], list[End]]:
+    """One train_step a batch, and where each ended; losses and gradient norms stay where they are.
+    The progress event is one short write to a pipe."""
+    pending, ends = [], []
     for number, batch in enumerate(steps, first):
         loss = system.train_step(batch)
+        ends.append(_end(loss.device, clock))
         pending.append((loss, getattr(system, "gradient_norm", None)))
         emit("step", step=number)
-    return pending
+    return pending, ends
+
+
+def _end(device: torch.device, clock: Callable[[], float]) -> End:
+    if device.type != "cuda":
+        return clock()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _between(first: End, last: End) -> float:
+    """Seconds; the device must have reached both."""
+    if isinstance(first, float) or isinstance(last, float):
+        assert isinstance(first, float)
+        assert isinstance(last, float)
+        return last - first
+    return float(first.elapsed_time(last)) / 1e3
 
 
 def _read(

@@ -97,6 +97,8 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         "gradient_norms": maybe(several(number)),
         "seconds": maybe(positive),
         "num_tokens": whole,
+        "steady_s": maybe(positive),
+        "steady_tokens": maybe(whole),
         "counters": named(number),
     },
     "done": {

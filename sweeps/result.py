@@ -68,6 +68,10 @@ class Row:
     figure."""
     step_s: list[float] = field(default_factory=list)
     """Seconds a step, one entry a window (window seconds / steps in it)."""
+    steady_tokens_per_s: float | None = None
+    """The same without the drains, by the device's own clock: label tokens of all but the first
+    step of every window, over the seconds from where that ended to where the last one did. None
+    where windows have one step, and in older rows."""
     tflops_6p: float | None = None
     """6 x num_params x tokens_per_s / 1e12; recompute never counted."""
     tflops_6p_causal: float | None = None

@@ -248,6 +248,7 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
         num_params=plan.get("num_params"),
         tokens_per_s=tokens_per_s,
         step_s=[item["seconds"] / cell.measure.steps_per_window for item in windows if measured],
+        steady_tokens_per_s=_steady(windows) if measured else None,
         tflops_6p=tflops.get("6p"),
         tflops_6p_causal=tflops.get("6p_causal"),
         tflops_paper=tflops.get("paper"),
@@ -294,6 +295,12 @@ def _all_but_name(outcome: Outcome, name: str) -> list[dict[str, Any]]:
 def _tokens_per_s(windows: list[Event]) -> float:
     seconds: float = sum(item["seconds"] for item in windows)
     return float(sum(item["num_tokens"] for item in windows) / seconds)
+
+
+def _steady(windows: list[Event]) -> float | None:
+    known = [item for item in windows if item.get("steady_s")]
+    tokens = float(sum(item["steady_tokens"] for item in known))
+    return tokens / sum(item["steady_s"] for item in known) if known else None
 
 
 def _tflops(flops_per_token: Mapping[str, float | None], speed: float | None) -> dict[str, float]:

@@ -26,7 +26,7 @@ def executed(name: str) -> nbformat.NotebookNode:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["IPYTHONDIR"] = folder  # nothing of the user's profile, no history left in it
         try:
-            # Spoken to through files of its own, not through ports, nor those of a kernel beside it.
+            # Spoken to through files of its own: not through ports, nor those of another kernel.
             kernel = {"transport": "ipc", "ip": f"{folder}/kernel"}
             quiet = Config(
                 KernelManager=kernel, NotebookClient={"timeout": 120, "record_timing": False}

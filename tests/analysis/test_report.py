@@ -67,6 +67,24 @@ def test_a_comparison_has_a_table_an_answer_and_a_picture(tmp_path: Path, capsys
     assert order == ["in memory", "MegaTrain", "ZeRO-3", "ZenFlow", "FSDP2"]
 
 
+def test_a_steady_rate_stands_beside_the_windows_and_does_not_rank(tmp_path: Path, capsys) -> None:
+    given = [
+        row("zero3", [4.0] * 3, steady_tokens_per_s=8200.0),
+        row("megatrain", [2.0] * 3, steady_tokens_per_s=20500.0),
+        row("fsdp2", [1.9] * 3),
+    ]
+    path = save(tmp_path / "rows.jsonl", given)
+    code, out, _ = run(capsys, "report", path)
+    assert code == 0
+    page = (tmp_path / "report.md").read_text()
+    assert "| MegaTrain | 16,384 | 20,500 | 2.00x |" in page
+    order = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")][1:]
+    assert order == ["FSDP2", "MegaTrain", "ZeRO-3"]
+    save(path, given[:2])
+    code, out, _ = run(capsys, "report", path)
+    assert "without the waits at a window's end, it is 2.50x" in " ".join(out.split())
+
+
 def test_energy_stands_in_the_report_where_rows_know_it(tmp_path: Path, capsys) -> None:
     pace = {"power_w": 600.0, "sm_mhz": 1480.0, "throttle_reasons": {"sw_power_cap": 0.75}}
     given = [row("zero3", [3.0] * 3), row("megatrain", [1.0] * 3, **pace)]

@@ -320,6 +320,24 @@ def test_a_steady_step_neither_synchronises_nor_allocates_device_or_pinned_memor
     engine.close()
 
 
+def test_what_computations_wait_for_is_counted_by_the_device():
+    """Not by the thread that launches them, which waits ahead of the device."""
+    batch = make_batch(0, micro_batches=1, rows=4, seq_len=128, vocab=512)
+    model = make_model("qwen2", dtype=torch.bfloat16, **SHAPE)
+    engine = make_engine(model, batch=batch, device="cuda", loss_chunk=256)
+    engine.train_step(batch)
+    engine.drain()
+    before, started = engine.counters()["device_idle_s"], time.perf_counter()
+    timeline = engine.record([batch] * 4)
+    seconds = time.perf_counter() - started
+    mine = [i for i in timeline.intervals if i.lane == "compute"]
+    idle = timeline.step_s - sum(i.end_s - i.start_s for i in mine)
+    counted = engine.counters()["device_idle_s"] - before
+    assert 0 < counted < seconds
+    assert counted / 4 < 1.5 * idle + 1e-3
+    engine.close()
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -33,6 +33,10 @@ ROW = {
 }
 
 
+STEPS = ["step", "clock"] * 3
+"""A window's: on a CPU the clock says where each ended."""
+
+
 class Recorder:
     """A TrainingSystem's two hot calls, written down; each takes a fixed time on the counted clock.
     Counters are not."""
@@ -83,8 +87,8 @@ def run(system: Recorder, saves: bench.Saves | None = None, **fields: float) -> 
 def test_windows_lie_between_drains() -> None:
     system = Recorder()
     warmup, *windows = run(system)
-    window = ["clock", "step", "step", "step", "drain", "clock"]
-    assert system.calls == ["step", "step", "drain", *window, *window]
+    window = ["clock", *STEPS, "drain", "clock"]
+    assert system.calls == [*STEPS[:4], "drain", *window, *window]
     assert (warmup["first_step"], warmup["losses"], warmup["seconds"]) == (0, [0.0, 1.0], None)
     assert [event["losses"] for event in windows] == [[2.0, 3.0, 4.0], [5.0, 6.0, 7.0]]
     assert [event["first_step"] for event in windows] == [2, 5]
@@ -93,9 +97,17 @@ def test_windows_lie_between_drains() -> None:
         18,
         18,
     ]  # 6 label tokens a step: the ignored ones are not counted
+    assert "steady_s" not in warmup
+    between = [(event["steady_s"], event["steady_tokens"]) for event in windows]
+    assert between == [(2.0, 12)] * 2  # the last two steps, without the drain
     assert [event["counters"] for event in (warmup, *windows)] == [
         {"optimizer_s": seconds} for seconds in (0.5, 0.75, 0.75)
     ]
+
+
+def test_a_window_of_one_step_says_nothing_of_a_steady_rate() -> None:
+    _, *windows = run(Recorder(), steps_per_window=1)
+    assert [(event["steady_s"], event["steady_tokens"]) for event in windows] == [(None, 0)] * 2
 
 
 class Saving(Recorder):
@@ -121,8 +133,8 @@ def test_what_saving_takes_is_in_its_window_and_what_follows_is_not(tmp_path: Pa
     folder.mkdir()  # of a cell that was killed
     saves = bench.Saves(system, folder, room=7)
     _, *windows = run(system, saves=saves)
-    window = ["clock", "save", "step", "step", "step", "drain", "clock", "saved"]
-    assert system.calls == ["step", "step", "drain", *window, *window, "resume", "drain"]
+    window = ["clock", "save", *STEPS, "drain", "clock", "saved"]
+    assert system.calls == [*STEPS[:4], "drain", *window, *window, "resume", "drain"]
     assert [event["seconds"] for event in windows] == [3.75, 3.75]
     assert list(saves.counters) == ["resume_s"]
     assert not folder.exists()
@@ -182,9 +194,9 @@ def followed(system: Recorder, sizes: dict[int, int]) -> list[dict]:
 def test_held_out_text_is_evaluated_before_the_first_step_and_between_windows() -> None:
     system = Evaluating()
     events = followed(system, {0: 3, 4: 1})
-    window = ["clock", "step", "step", "step", "drain", "clock"]
+    window = ["clock", *STEPS, "drain", "clock"]
     look = ["evaluate", "evaluate", "drain"]
-    assert system.calls == [*look, "step", "step", "drain", *window, *look, *window, *look]
+    assert system.calls == [*look, *STEPS[:4], "drain", *window, *look, *window, *look]
     assert [event["seconds"] for event in events if event["event"] == "losses"] == [None, 3.5, 3.5]
     seen = [event for event in events if event["event"] == "evaluated"]
     assert [(one["step"], one["tokens"], one["seconds"]) for one in seen] == [
@@ -357,13 +369,15 @@ def test_a_row_counts_the_tokens_of_all_windows_over_their_seconds():
         {"event": "losses", "losses": [9.0], "seconds": None, "num_tokens": 0},
     ]
     window = {"event": "losses", "losses": [1.0] * 3, "num_tokens": 18}
+    steady = {"steady_s": 1.5, "steady_tokens": 12}
     said += [
-        window | {"seconds": seconds, "counters": {"optimizer_s": seconds / 4}}
+        window | {"seconds": seconds, "counters": {"optimizer_s": seconds / 4}} | steady
         for seconds in (3.0, 4.0)
     ]
     machine = {"matrix_peak_tflops": 36.0, "matrix_sustained_tflops": 24.0}
     row = row_of(cell, Outcome(status="ok", events=said), started_at="", machine=machine)
     assert (row.step_s, row.tokens_per_s) == ([1.0, 4 / 3], 36 / 7)
+    assert row.steady_tokens_per_s == 24 / 3
     assert (row.tflops_6p, row.mfu) == (pytest.approx(72 / 7), pytest.approx(2 / 7))
     assert row.mfu_sustained == pytest.approx(3 / 7)
     assert row.losses == [9.0] + [1.0] * 6
