@@ -10,10 +10,12 @@ import torch
 import torch._functorch.config as functorch_config
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
 
 from baselines.loss import CausalLMLoss
 from baselines.model import decoder_layers, initial_weights, materialise
-from baselines.system import ModelSpec
+from baselines.system import ModelSpec, Unsupported
+from sweeps.tiny import tiny_config
 from tests.baselines.test_model import CPU, FAMILIES, TINY
 
 SPECS = FAMILIES | {
@@ -109,9 +111,10 @@ def test_equals_the_plain_loss(name, recomputed):
 
 
 def test_one_chunk_of_logits_is_alive():
+    """Computed once, in a single call of the head."""
     model, tokens, labels = make("llama")
     loss = CausalLMLoss(model, loss_chunk=8)
-    alive, peak, chunks = 0, 0, 0
+    alive, peak, chunks, calls = 0, 0, 0, []
 
     def died():
         nonlocal alive
@@ -124,16 +127,13 @@ def test_one_chunk_of_logits_is_alive():
         peak = max(peak, alive)
         assert output.numel() <= 8 * 96
 
-    model.get_output_embeddings().register_forward_hook(seen)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: saved.append(t.shape) or t, lambda t: t
-    ):
-        value = loss(tokens, labels, None, 35)
-    assert not any(shape[-1:] == (96,) for shape in saved)
+    head = loss.__dict__["_head"]
+    head._bare.register_forward_hook(seen)
+    model.get_output_embeddings().register_forward_hook(lambda *call: calls.append(call[1]))
+    value = loss(tokens, labels, None, 35)
+    assert (chunks, alive) == (5, 0)
     value.backward()
-    assert chunks == 2 * 5
-    assert peak == 1
+    assert (chunks, peak, len(calls)) == (5, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -177,3 +177,9 @@ def test_kept_layers_change_neither_loss_nor_gradients_and_have_one_graph():
         assert functorch_config.activation_memory_budget == 1.0
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=1e-4, atol=1e-6)
+
+
+def test_a_head_of_several_layers_is_refused_in_one_line():
+    model = AutoModelForCausalLM.from_config(tiny_config("modernbert-decoder"))
+    with pytest.raises(Unsupported, match="more than an output embedding behind its decoder"):
+        CausalLMLoss(model)

@@ -65,7 +65,7 @@ def test_the_optimizer_preset_fetches_every_parameter_once_a_step(monkeypatch, p
     spec = parity.make_spec(torch.bfloat16)
     options = {}
     if not kept:  # a tiny model is within the defaults
-        options = {"param_persistence_threshold": 0}
+        options = {"param_persistence_threshold": 0, "max_live_parameters": 1}
         monkeypatch.setattr("baselines.deepspeed.options.REUSE_DISTANCE", 0)
     with parity.running(preset, dataclasses.replace(spec, options=options)) as system:
         parity.train(system, spec, range(3))
