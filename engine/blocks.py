@@ -35,6 +35,9 @@ class Blocks:
     device_optimizer: int = 0
     keep_activations: int = 0
     offload_activations: int = 0
+    reload_weights: int = 0
+    """1: layers whose activations are kept pass through the slots too, and are loaded again for the
+    backward."""
     evict_visits: int = 3
     """Forwards of layers that the eviction of one layer's activations takes; their device memory is
     given up that much later."""
@@ -130,7 +133,9 @@ class Blocks:
     def owns_weights(self, block: int) -> bool:
         """Whether the block has device memory of its own for weights, or passes through the
         slots."""
-        return self.owns_gradients(block) or self.fate(block) is Fate.KEPT
+        if self.owns_gradients(block):
+            return True
+        return self.fate(block) is Fate.KEPT and not self.reload_weights
 
     def owns_gradients(self, block: int) -> bool:
         """Whether the block has device memory of its own for gradients, or passes through the

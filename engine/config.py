@@ -27,7 +27,7 @@ class RefusedError(ValueError):
     """A model or a setting that the engine does not train with; one line: got, allowed, remedy."""
 
 
-PLACED = ("device_optimizer", "keep_activations", "offload_activations")
+PLACED = ("device_optimizer", "keep_activations", "offload_activations", "reload_weights")
 """Options that say what is placed where."""
 
 
@@ -55,6 +55,9 @@ class EngineConfig:
     offload_activations: int = 0
     """Layers, spread over those not kept, whose activations wait in pinned host memory; -1: the
     planner chooses."""
+    reload_weights: int = AUTO
+    """1 loads the weights of layers whose activations are kept a second time, for their backward,
+    so that they need no device memory of their own; 0 keeps them there; -1: the planner chooses."""
     disk_blocks: int = 0
     """Last blocks (layers, then the head) whose optimizer state beside the weights lies on disk;
     -1: as few as there must be."""
@@ -64,7 +67,7 @@ class EngineConfig:
     late_moments: bool = True
     """Update the weights alone before the next forward and the moments beside it and its backward:
     the same bits. Only where updates overlap, gradients are clipped and every layer has its own
-    slab; elsewhere one pass does both."""
+    slab, and on a GPU where that is predicted to be faster; elsewhere one pass does both."""
     compile: bool = False
     """Compile each layer configuration, and the loss, once with torch.compile."""
     loss_chunk: int = 4096

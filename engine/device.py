@@ -45,8 +45,11 @@ class DeviceMemory:
         self._own_slabs = {
             b: self._zeros(layouts[b].numel) for b in numbers if blocks.owns_gradients(b)
         }
-        self._layer_wide = self._wide(work.largest_layer, work.num_micro_batches)
-        self.outer_gradients = {b: self._outer(b) for b in (0, blocks.head)}
+        self._head = blocks.head
+        widest = max(blocks.layers, key=work.summed_bytes)
+        self._layer_wide = self._wide(widest)
+        self.embed_gradients = Gradients(layouts[0], self._own_slabs[0], self._wide(0))
+        """Tied embeddings get theirs on both sides of the layers."""
         longest = max(layout.numel for layout in layouts)
         self._received = self._zeros(longest if blocks.num_ranks > 1 else 0)
         """What other ranks have of this one's part of a block's gradients."""
@@ -60,16 +63,10 @@ class DeviceMemory:
     def _zeros(self, numel: int) -> torch.Tensor:
         return torch.zeros(numel, dtype=self._work.dtype, device=self._device)
 
-    def _wide(self, numel: int, contributions: int) -> torch.Tensor | None:
+    def _wide(self, block: int) -> torch.Tensor | None:
         """fp32 scratch where several bf16 contributions are summed."""
-        if contributions <= 1 or self._work.dtype == torch.float32:
-            return None
-        return torch.zeros(numel, dtype=torch.float32, device=self._device)
-
-    def _outer(self, block: int) -> Gradients:
-        layout = self._work.layouts[block]
-        wide = self._wide(layout.numel, self._work.num_loss_chunks)
-        return Gradients(layout, self._own_slabs[block], wide)
+        numel = self._work.summed_bytes(block) // 4
+        return torch.zeros(numel, dtype=torch.float32, device=self._device) if numel else None
 
     def layout(self, op: Op) -> Layout:
         """Layout of the operation's block."""
@@ -111,10 +108,11 @@ class DeviceMemory:
         return self.mine(op, slab).copy_(parts.sum(0, dtype=torch.float32))
 
     def gradients(self, op: Op) -> Gradients:
-        """A block's sums, into its slab."""
-        if op.block in self.outer_gradients:
-            return self.outer_gradients[op.block]
-        return Gradients(self.layout(op), self.slab(op), self._layer_wide)
+        """A block's sums, into its slab. The head's scratch is there as long as these are."""
+        if op.block == 0:
+            return self.embed_gradients
+        wide = self._wide(op.block) if op.block == self._head else self._layer_wide
+        return Gradients(self.layout(op), self.slab(op), wide)
 
 
 def leaves(layout: Layout, flat: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -147,7 +145,9 @@ class Gradients:
         """Add one contribution, in the layout's order; None is zero."""
         come = [i for i, grad in enumerate(grads) if grad is not None]
         self._each(torch._foreach_copy_, grads, [i for i in come if not self._seen[i]])
-        self._each(torch._foreach_add_, grads, [i for i in come if self._seen[i]])
+        again = [i for i in come if self._seen[i]]
+        assert not again or self._sums[0].dtype == torch.float32, "sums of several are fp32"
+        self._each(torch._foreach_add_, grads, again)
         for i in come:
             self._seen[i] = True
 

@@ -54,6 +54,8 @@ class StepState:
     """Layer that is not recomputed -> (input, output) with the graph between, one a micro-batch."""
     offloaded: dict[int, Offloaded] = field(default_factory=dict)
     """Layer whose activations wait on the host -> where they are."""
+    rebound: dict[int, Offloaded] = field(default_factory=dict)
+    """Layer whose kept activations wait for its weights -> the same, all on the device."""
     grads: list[torch.Tensor] = field(default_factory=list)
     """Gradient of what the last backward took as input, one a micro-batch."""
 
@@ -215,8 +217,7 @@ class Executor:
     # Compute lane: forward.
 
     def _embed(self, _: Op, s: StepState) -> None:
-        for sums in self.memory.outer_gradients.values():
-            sums.clear()  # a step that raised leaves its part
+        self.memory.embed_gradients.clear()  # a step that raised leaves its part
         masks, positions = s.batch.attention_mask, s.batch.position_ids
         for m in range(s.batch.num_micro_batches):
             mask = None if masks is None else self._to_device(masks[m])
@@ -237,11 +238,12 @@ class Executor:
                 s.saved[op.block] = list(s.hidden)
             s.hidden = self._run_layer(op, s, s.hidden, graph=False)
             return
-        if op.fate is Fate.KEPT:
+        if op.fate is Fate.KEPT and op.slot < 0:
             graphs = self._run_layer(op, s, s.hidden, graph=True)
         else:
-            s.offloaded[op.block] = self._offloaded(op, s)
-            with s.offloaded[op.block].hooks():
+            waiting = s.rebound if op.fate is Fate.KEPT else s.offloaded
+            waiting[op.block] = self._offloaded(op, s)
+            with waiting[op.block].hooks():
                 graphs = self._run_layer(op, s, s.hidden, graph=True)
         s.graphs[op.block] = graphs
         s.hidden = [output.detach() for _, output in graphs]
@@ -256,7 +258,8 @@ class Executor:
         return [run(weights, x, r.calls[layer], layer) for x, r in pairs]
 
     def _offloaded(self, op: Op, s: StepState) -> Offloaded:
-        """Takes what the layer's graph saves, but for what outlives the layer anyway."""
+        """Takes what the layer's graph saves, but for what outlives the layer anyway; of a kept
+        layer the weights alone."""
         template = self.decoder.templates[op.block - 1]
         calls = [recording.calls[op.block - 1] for recording in s.recordings]
         given = (value for call in calls for value in tensors((call.args, call.kwargs)))
@@ -264,7 +267,7 @@ class Executor:
             weights=self.memory.weights(op),
             home=self.memory.home(op),
             shared=storages([*s.hidden, *given, *template.module.buffers()]),
-            capacity=self.store.activations[op.block].numel(),
+            capacity=0 if op.fate is Fate.KEPT else self.store.activations[op.block].numel(),
         )
 
     def _recompute(self, op: Op, s: StepState) -> None:
@@ -275,6 +278,12 @@ class Executor:
         self.counters["recompute_flops"] += 2 * num_params * s.batch.tokens.numel()
 
     def _tail(self, op: Op, s: StepState) -> None:
+        embed, head = self.memory.embed_gradients, self.memory.gradients(op)
+
+        def add(grads: Sequence[torch.Tensor | None]) -> None:
+            embed.add(grads[: self._num_embed])
+            head.add(grads[self._num_embed :])
+
         for m, hidden in enumerate(s.hidden):
             loss, grad = loss_and_gradients(
                 self.decoder,
@@ -283,13 +292,13 @@ class Executor:
                 num_tokens=s.num_tokens,
                 chunk=self.work.loss_chunk,
                 parameters=list(self._outer_parameters.values()),
-                add=self._add_outer,
+                add=add,
                 summed=self._summed,
             )
             s.loss.add_(loss)
             s.grads.append(grad)
         s.hidden.clear()
-        self._finish(op, self.memory.gradients(op))
+        self._finish(op, head)
 
     def _evaluate(self, op: Op, s: StepState) -> None:
         s.hidden = self._run_layer(op, s, s.hidden, graph=False)
@@ -301,19 +310,15 @@ class Executor:
             s.loss.add_(loss_alone(self.decoder, hidden, here, summed=self._summed, **given))
         s.loss.copy_(self._ranks.stacked(s.loss[None]).sum())
 
-    def _add_outer(self, grads: Sequence[torch.Tensor | None]) -> None:
-        self.memory.outer_gradients[0].add(grads[: self._num_embed])
-        self.memory.outer_gradients[self.blocks.head].add(grads[self._num_embed :])
-
     # Compute lane: backward.
 
     def _backward(self, op: Op, s: StepState) -> None:
         if op.fate is Fate.RECOMPUTED:
             self._recompute_and_differentiate(op, s)
-        elif op.fate is Fate.KEPT:
+        elif op.fate is Fate.KEPT and op.slot < 0:
             self._differentiate(op, s, self.memory.weights(op))
         else:
-            moved = s.offloaded.pop(op.block)
+            moved = (s.rebound if op.fate is Fate.KEPT else s.offloaded).pop(op.block)
             moved.home = self.memory.home(op)
             self._differentiate(op, s, moved.weights)
 

@@ -86,6 +86,7 @@ class MegaTrain(Trainer):
             loss_chunk=config.loss_chunk,
             mlp_chunk=config.mlp_chunk,
             compiled=config.compile,
+            tied=decoder.tied,
             masks=masks if packed else Masks(),
         )
         self._planner = Planner(
@@ -232,12 +233,15 @@ class MegaTrain(Trainer):
     @property
     def placement(self) -> dict[str, int]:
         """What was asked for or chosen, by the names that rows have: numbers of blocks on the
-        device, of layers kept and offloaded, of layers between kept inputs."""
+        device, of layers kept and offloaded, of layers between kept inputs; whether the weights of
+        kept layers are loaded twice, and whether AdamW takes one pass where two were allowed."""
         return {
             "device_blocks": self.blocks.device_optimizer,
             "kept_layers": self.blocks.keep_activations,
             "offloaded_layers": self.blocks.offload_activations,
             "checkpoint_interval": self.blocks.checkpoint_interval,
+            **({"reload_weights": 1} if self.blocks.reload_weights else {}),
+            **({"late_moments": 0} if self.config.late_moments > self.blocks.late_moments else {}),
             **({"disk_blocks": self.blocks.disk_blocks} if self.blocks.disk_blocks else {}),
         }
 

@@ -136,6 +136,8 @@ class Work:
     mlp_chunk: int = 0
     """Tokens that an MLP takes at a time, fewer than a micro-batch's, or 0 for all of these."""
     compiled: bool = False
+    tied: bool = True
+    """Whether parameters of embed are used behind the layers too."""
     masks: Masks = field(default_factory=Masks)
 
     @property
@@ -158,6 +160,17 @@ class Work:
         """Pieces of a step in which logits are computed; each gives the head one gradient."""
         pieces = sum(1 for _ in chunks(self.rows, self.seq_len, self.loss_chunk))
         return pieces * self.num_micro_batches
+
+    def contributions(self, block: int) -> int:
+        """Gradients that a parameter of the block gets in a step, to be summed."""
+        if block == 0:
+            return self.num_micro_batches + (self.num_loss_chunks if self.tied else 0)
+        return self.num_loss_chunks if block == len(self.layouts) - 1 else self.num_micro_batches
+
+    def summed_bytes(self, block: int) -> int:
+        """Bytes of the fp32 sum of a block's gradients: where it gets several in bfloat16."""
+        several = self.dtype != torch.float32 and self.contributions(block) > 1
+        return 4 * self.layouts[block].numel if several else 0
 
     @property
     def largest_layer(self) -> int:
@@ -382,7 +395,7 @@ def device_bytes(blocks: Blocks, work: Work) -> dict[str, int]:
     kept = blocks.keep_activations * work.kept_bytes
     return {
         "weights": weights * work.itemsize,
-        "gradients": slabs * work.itemsize + 4 * _summed_numel(work) + _exchanged(blocks, work),
+        "gradients": slabs * work.itemsize + _summed_bytes(work) + _exchanged(blocks, work),
         "checkpoints": (saved + 2) * work.num_micro_batches * work.hidden_bytes,
         "kept": kept,
         "activations": max(_peaks(blocks, work)) - kept,
@@ -408,13 +421,10 @@ def _own_and_ring(blocks: Blocks, work: Work, owners: Sequence[int]) -> int:
     return sum(work.layouts[block].numel for block in owners) + ring
 
 
-def _summed_numel(work: Work) -> int:
-    """Elements of fp32 sums: where a block gets several bf16 gradients a step."""
-    if work.dtype == torch.float32:
-        return 0
-    outer = work.layouts[0].numel + work.layouts[-1].numel
-    layer = work.largest_layer if work.num_micro_batches > 1 else 0
-    return layer + (outer if work.num_loss_chunks > 1 else 0)
+def _summed_bytes(work: Work) -> int:
+    """Bytes of fp32 sums that outlive an operation: embed's, and that of the largest layer, for
+    all. The head's is there in the tail alone."""
+    return work.summed_bytes(0) + max(map(work.summed_bytes, range(1, len(work.layouts) - 1)))
 
 
 def _peaks(blocks: Blocks, work: Work) -> list[int]:
@@ -436,11 +446,13 @@ def _peaks(blocks: Blocks, work: Work) -> list[int]:
 
 
 def _tail_bytes(work: Work) -> int:
-    """Bytes of a chunk's logits, or of one gradient of the logits and the head's own."""
+    """Bytes of a chunk's logits, or of one gradient of the logits and the head's own; and of the
+    head's fp32 sum."""
     chunk, vocab = min(work.tokens, work.loss_chunk), work.widths.vocab
     matrix = max(work.layouts[0].numel, work.layouts[-1].numel)
     logits = logits_bytes(vocab, chunk, work.itemsize, compiled=work.compiled)
-    return max(logits, (chunk * vocab + matrix) * work.itemsize)
+    summed = work.summed_bytes(len(work.layouts) - 1)
+    return summed + max(logits, (chunk * vocab + matrix) * work.itemsize)
 
 
 def _forward_peak(blocks: Blocks, work: Work) -> int:

@@ -172,7 +172,8 @@ class Step:
         computations = self._computations() if self.trains else self._evaluation()
         for number, (kind, block, fate) in enumerate(computations):
             here = kind is Kind.EMBED_BACKWARD or b.on_device(block)
-            loads = not here and not (kind is Kind.BACKWARD and fate is Fate.KEPT)
+            stay = fate is Fate.KEPT and not b.reload_weights  # since the forward
+            loads = not here and not (kind is Kind.BACKWARD and stay)
             passes = kind in GRADIENTS and not b.owns_gradients(block)
             slot = next(slots) % b.depth if loads and not b.owns_weights(block) else -1
             slab = next(slabs) % b.depth if passes else -1

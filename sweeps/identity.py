@@ -45,6 +45,8 @@ NEUTRAL = (
     FALLBACK,
 )
 """Knobs that are as good as not there while they are 0, false or empty."""
+LEFT_OPEN = {"reload_weights": -1}
+"""Knobs that are as good as not there while the cost model chooses, and what they then stand at."""
 RANKS = ("num_gpus", "num_cpu_ranks")
 """Fields of process that are as good as not there while they are 1."""
 MOVED = {
@@ -173,6 +175,7 @@ def effective(system: Mapping[str, Any]) -> dict[str, Any]:
         if name != IMPLEMENTATION
         and (value or name not in neutral)
         and (value != 1 or name not in RANKS)
+        and (name not in LEFT_OPEN or value != LEFT_OPEN[name])
     }
 
 

@@ -64,6 +64,8 @@ class Decoder:
         self.blocks: list[dict[str, torch.Size]] = _blocks(model, self.prefix, layers)
         self.frozen = _frozen(model)
         """Full names of parameters that are not trained."""
+        self.tied = True
+        """Whether what is before the layers is used after them too, as far as is known."""
         self._known: set[str] = set()
         self._keeps_apart = False
         self._inject: torch.Tensor | None = None

@@ -2,7 +2,8 @@
 back for the backward.
 
 Autograd's saved-tensor hooks take what the graph would hold. Weights are not moved: the backward
-finds them in the slot into which they were loaded again. Neither is what outlives the layer anyway:
+finds them in the slot into which they were loaded again. Where the activations stay on the device,
+that is all the hooks do. Neither is what outlives the layer anyway:
 its input and the arguments that all layers share. Invariant: between `drop` and the backward
 nothing of the layer but its input is on the device.
 """
@@ -55,7 +56,7 @@ class Offloaded:
     """Storages that stay on the device: inputs and arguments."""
     capacity: int
     """Bytes of the pinned slab. What a layer saves beyond them stays on the device: right, at the
-    price of memory."""
+    price of memory. 0 leaves all of it there."""
     num_bytes: int = 0
     """Bytes of all pieces in their slab."""
     _pieces: list[torch.Tensor] = field(default_factory=list)

@@ -43,7 +43,7 @@ def rehearse(
     decoder: Decoder, *, dtype: torch.dtype, device: torch.device, micro_batch: tuple[int, int]
 ) -> None:
     """Try the model, and tell `decoder` what its layers return and which parameters are used before
-    them.
+    them, or on both sides.
 
     micro_batch: (rows, seq_len). Raises RefusedError, one line, where the engine would train
     another model or none.
@@ -66,7 +66,7 @@ def rehearse(
             hidden = _enter(twin, tokens).hidden
             decoder.assign(_used(twin, hidden))
             with _trying(twin, "after its layers"):
-                _leave(twin, hidden)
+                decoder.tied = not decoder.blocks[0].keys().isdisjoint(_leave(twin, hidden))
     for template, tried in zip(decoder.templates, twin.templates, strict=True):
         template.num_outputs = tried.num_outputs
 
@@ -198,14 +198,14 @@ def _try_layer(twin: Decoder, recording: Recording, index: int) -> None:
             other.num_outputs = template.num_outputs
 
 
-def _used(twin: Decoder, hidden: torch.Tensor) -> set[str]:
-    """Names of the outer parameters that the input of the layers depends on."""
-    found = _leaves(hidden)
+def _used(twin: Decoder, output: torch.Tensor) -> set[str]:
+    """Names of the outer parameters that the output depends on."""
+    found = _leaves(output)
     return {name for name, parameter in twin.outer_parameters().items() if id(parameter) in found}
 
 
-def _leave(twin: Decoder, hidden: torch.Tensor) -> None:
-    """The logits of some hidden states; they may depend on nothing that was before these."""
+def _leave(twin: Decoder, hidden: torch.Tensor) -> set[str]:
+    """What the logits of some hidden states depend on; it may be nothing that was before these."""
     hidden, given = (
         torch.empty_like(like).requires_grad_() for like in (hidden, twin.embeds_like(hidden))
     )
@@ -221,6 +221,7 @@ def _leave(twin: Decoder, hidden: torch.Tensor) -> None:
             f"model: the logits of {name} depend on more than what its last layer gives, allowed "
             "that alone; choose another model"
         )
+    return _used(twin, logits)
 
 
 def _leaves(output: torch.Tensor) -> set[int]:

@@ -71,18 +71,22 @@ def choose(
 
     For given device blocks and offloaded layers the most kept layers that fit are best: one more
     saves a recomputation. Of the other two a grid of at most 16 x 8 is tried, then every pair
-    around its best, then everything on the device.
+    around its best, then everything on the device; each with the weights of kept layers loaded once
+    and twice.
     """
     devices = _open(asked.device_optimizer, asked.num_blocks)
     keeps = _open(asked.keep_activations, asked.num_layers)
     offloads = _open(asked.offload_activations, asked.num_layers)
-    found: dict[tuple[int, int], tuple[float, int, Blocks]] = {}
+    reloads = _open(asked.reload_weights, 1)
+    found: dict[tuple[int, int, int], tuple[float, int, Blocks]] = {}
 
     def best(pairs: Iterable[tuple[int, int]]) -> Blocks | None:
-        for pair in pairs:
-            blocks = replace(asked, device_optimizer=pair[0], offload_activations=pair[1])
-            if pair not in found and (most := _most_kept(blocks, keeps, fits)):
-                found[pair] = (step_s(most), device_bytes(most), most)
+        for (device, offload), reload in itertools.product(pairs, reloads):
+            blocks = replace(asked, device_optimizer=device, offload_activations=offload)
+            blocks = replace(blocks, reload_weights=reload)
+            key = device, offload, reload
+            if key not in found and (most := _most_kept(blocks, keeps, fits)):
+                found[key] = (step_s(most), device_bytes(most), most)
         if not found:
             return None
         fastest = min(seconds for seconds, _, _ in found.values())
@@ -97,14 +101,17 @@ def choose(
             device_optimizer=devices[0],
             keep_activations=keeps[0],
             offload_activations=offloads[0],
+            reload_weights=reloads[-1],
         )
     near_devices = _around(chosen.device_optimizer, devices, strides[0])
     near_offloads = _around(chosen.offload_activations, offloads, strides[1])
     chosen = best(itertools.product(near_devices, near_offloads)) or chosen
-    seconds = found[chosen.device_optimizer, chosen.offload_activations][0]
+    key = chosen.device_optimizer, chosen.offload_activations, chosen.reload_weights
+    seconds = found[key][0]
     everything = (devices[-1], offloads[0])
     best([everything])
-    resident = found.get(everything) if everything[0] == asked.num_blocks else None
+    here = found.get((*everything, reloads[0]))
+    resident = here if everything[0] == asked.num_blocks else None
     return resident[2] if resident and resident[0] <= seconds * (1 + RESIDENT) else chosen
 
 

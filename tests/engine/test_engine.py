@@ -14,6 +14,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 from engine import Batch, EngineConfig, MegaTrain, NonFiniteLossError, Recipe
+from engine.device import Gradients
 from engine.layers.decoder import Call
 from engine.layers.template import Template
 from engine.step import Kind
@@ -125,6 +126,9 @@ PLACEMENTS = [
     {"offload_activations": 4},
     {"offload_activations": 2, "keep_activations": 1, "device_optimizer": 3, "streams": 2},
     {"offload_activations": 1, "gradient_slabs": 2, "depth": 3, "streams": 1},
+    {"keep_activations": 4, "reload_weights": 1},
+    {"keep_activations": 3, "reload_weights": 1, "device_optimizer": 3, "streams": 2},
+    {"keep_activations": 2, "reload_weights": 1, "offload_activations": 1, "depth": 1},
 ]
 
 
@@ -164,6 +168,22 @@ def test_offloaded_activations_cross_the_link_once_each_way(models):
     assert counters[1]["recompute_flops"] == 0 < counters[0]["recompute_flops"]
 
 
+def test_weights_of_kept_layers_pass_through_the_slots_twice_where_asked(models):
+    """One load more a layer, none of the memory, and nothing is computed again."""
+    batch, found = make_batch(0), []
+    for reload in (0, 1):
+        options = {"keep_activations": 3, "device_optimizer": 2, "reload_weights": reload}
+        engine = make_engine(models[torch.float32], batch=batch, **options)
+        engine.train_step(batch)
+        found.append((engine.counters(), engine.plan().device["weights"], engine.placement))
+    numel = engine.work.layouts[2].numel
+    (once, owned, _), (twice, passed, placement) = found
+    assert twice["h2d_bytes"] - once["h2d_bytes"] == 3 * 4 * numel
+    assert owned - passed == (3 - engine.blocks.depth) * 4 * numel
+    assert twice["recompute_flops"] == once["recompute_flops"]
+    assert placement["reload_weights"] == 1
+
+
 @pytest.mark.parametrize("clip_norm", [0.5, 0.0])
 @pytest.mark.parametrize("seed", range(6))
 def test_adversarial_interleaving_of_lanes_gives_identical_bits(models, clip_norm, seed):
@@ -175,7 +195,8 @@ def test_adversarial_interleaving_of_lanes_gives_identical_bits(models, clip_nor
         "checkpoint_interval": 1 + seed % 2,
     }
     expected = train(make_engine(models[torch.float32], **arguments))
-    offloaded = {"offload_activations": 2} if arguments["checkpoint_interval"] == 1 else {}
+    offloaded = {"keep_activations": 1, "reload_weights": 1}
+    offloaded |= {"offload_activations": 2} if arguments["checkpoint_interval"] == 1 else {}
     lanes = TwinLanes(seed=seed)
     delayed = make_engine(
         models[torch.float32], lanes=lanes, gradient_slabs=2, poison=True, **arguments, **offloaded
@@ -293,7 +314,7 @@ def test_tied_embeddings_are_one_parameter_moved_once(models):
     )
 
 
-def test_one_chunk_of_logits_is_alive_at_a_time(models):
+def test_one_chunk_of_logits_is_alive_at_a_time(models, monkeypatch):
     """The published code keeps every chunk's logits; here the largest live logits tensor and their
     number are one chunk's.
 
@@ -302,12 +323,11 @@ def test_one_chunk_of_logits_is_alive_at_a_time(models):
     model, batch = models[torch.float32], make_batch(0, rows=4)
     engine = make_engine(model, batch=batch, loss_chunk=16)
     sizes, alive, peak = [], [0], [0]
-    inner, executor, added = engine._decoder.logits, engine._executor, list[Any]()
-    add = executor._add_outer
+    inner, added, add = engine._decoder.logits, list[Any](), Gradients.add
 
-    def adding(grads: Sequence[torch.Tensor | None]) -> None:
+    def adding(self: Gradients, grads: Sequence[torch.Tensor | None]) -> None:
         added.extend(weakref.ref(grad) for grad in grads if grad is not None)
-        add(grads)
+        add(self, grads)
 
     def logits(hidden: torch.Tensor) -> torch.Tensor:
         assert not [one for one in added if one() is not None]
@@ -318,7 +338,8 @@ def test_one_chunk_of_logits_is_alive_at_a_time(models):
         output.grad_fn.register_hook(lambda *_: alive.__setitem__(0, alive[0] - 1))
         return output
 
-    engine._decoder.logits, executor._add_outer = logits, adding
+    engine._decoder.logits = logits
+    monkeypatch.setattr(Gradients, "add", adding)
     engine.train_step(batch)
     assert sizes == [16] * 4
     assert added
@@ -383,6 +404,34 @@ def test_micro_batches_are_summed_in_fp32_and_rounded_once(models):
         for one in alone:
             total += one[name] / 8
         assert torch.equal(gradient, total.bfloat16().float()), name
+
+
+@pytest.mark.parametrize(("tied", "micro_batches"), [(True, 1), (False, 1), (False, 2)])
+def test_a_sum_in_fp32_is_there_where_several_gradients_come_and_no_longer(tied, micro_batches):
+    """An embedding that the loss does not use gets one a micro-batch; the head's sum lives as long
+    as the loss."""
+    batch = make_batch(0, micro_batches=micro_batches)
+    model = make_model("qwen2", dtype=torch.bfloat16, tie_word_embeddings=tied)
+    engine = make_engine(model, batch=batch, loss_chunk=8)
+    memory, head = engine._executor.memory, engine.blocks.head
+    assert engine.work.tied is tied
+    assert memory.embed_gradients._wide is (tied or micro_batches > 1)
+    assert (memory._layer_wide is not None) is (micro_batches > 1)
+    summed = engine.work.summed_bytes
+    wide = [memory.embed_gradients._sums[0]._base if memory.embed_gradients._wide else None]
+    allocated = sum(t.nbytes for t in [*wide, memory._layer_wide] if t is not None)
+    assert allocated == summed(0) + max(map(summed, engine.blocks.layers))
+    assert summed(head) == 4 * engine.work.layouts[head].numel  # several chunks of the loss
+    seen, real = [], memory._wide
+
+    def noting(block):
+        seen.append(weakref.ref(wide := real(block)))
+        return wide
+
+    memory._wide = noting
+    engine.train_step(batch)
+    engine.drain()
+    assert [one() for one in seen] == [None]
 
 
 class Sometimes(torch.nn.Module):

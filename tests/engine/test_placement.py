@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.blocks import Blocks, Fate
-from engine.config import AUTO
+from engine.config import AUTO, PLACED
 from engine.layout import Layout, pack
 from engine.planner.cost import ADAMW_SHARE, LAYER_EFFICIENCY, UPDATE_BYTES, WEIGHTS_BYTES, Cost
 from engine.planner.placement import EQUAL, RESIDENT, checkpoint_interval, choose
@@ -210,6 +210,24 @@ def test_an_idle_link_takes_activations_and_a_slow_one_none():
     assert 0 < found.offload_activations < 4
 
 
+@pytest.mark.parametrize(("load_s", "reload"), [(1e-6, 1), (0.050, 0)])
+def test_a_fast_link_loads_the_weights_of_kept_layers_again(load_s, reload):
+    """Each then takes 3 of the 60 instead of 5; a slow one leaves them where they are."""
+    rates = replace(RATES, h2d_bytes=2 * NUMEL / load_s)
+
+    def size(blocks: Blocks) -> int:
+        return bytes_of(blocks) - 2 * blocks.reload_weights * blocks.keep_activations
+
+    auto = replace(BLOCKS, keep_activations=AUTO, reload_weights=AUTO)
+    found = choose(
+        auto,
+        fits=lambda p: size(p) <= 21,
+        device_bytes=size,
+        step_s=lambda p: step_s(p, rates),
+    )
+    assert (found.reload_weights, found.keep_activations) == (reload, 7 if reload else 4)
+
+
 def test_a_number_given_is_kept():
     found = chosen(replace(BLOCKS, keep_activations=AUTO, device_optimizer=2), 50)
     assert (found.device_optimizer, found.keep_activations) == (2, 4)
@@ -240,9 +258,7 @@ def test_the_fewest_layers_between_kept_inputs_that_fit():
 
 
 def test_nothing_fits_is_the_smallest_for_plan_to_refuse():
-    found = chosen(
-        replace(BLOCKS, device_optimizer=AUTO, keep_activations=AUTO, offload_activations=AUTO), -1
-    )
+    found = chosen(replace(BLOCKS, **dict.fromkeys(PLACED, AUTO)), -1)
     assert (found.device_optimizer, found.keep_activations, found.offload_activations) == (0, 0, 0)
 
 

@@ -148,6 +148,7 @@ PIPELINES: list[dict[str, Any]] = [
     {"late_moments": False, "device_optimizer": 2},
     {"device_optimizer": 5, "keep_activations": 3},
     {"offload_activations": 2, "keep_activations": 1, "device_optimizer": 1},
+    {"keep_activations": 3, "reload_weights": 1},
 ]
 
 

@@ -57,11 +57,12 @@ def placements(num_layers: int, depth: int, streams: int, interval: int) -> list
     everything = replace(
         base, device_optimizer=num_layers + 2, keep_activations=num_layers, clip=depth % 2 == 0
     )
+    reloaded = replace(placed, reload_weights=1)
     pooled = replace(base, gradient_slabs=2, clip=False)
     unclipped = [replace(blocks, clip=False) for blocks in (base, placed)]
     serial = [replace(blocks, optimizer_overlap=False) for blocks in (base, pooled, placed)]
     offloaded = [
-        replace(placed, offload_activations=n)
+        replace(placed, offload_activations=n, reload_weights=n % 2)
         for n in {1, (num_layers + 1) // 2, num_layers}
         if interval == 1
     ]
@@ -77,6 +78,7 @@ def placements(num_layers: int, depth: int, streams: int, interval: int) -> list
         replace(base, gradient_slabs=2),
         pooled,
         placed,
+        reloaded,
         everything,
         *unclipped,
         *serial,

@@ -218,6 +218,7 @@ def test_kept_and_offloaded_activations_give_the_bits_of_recomputed_ones(clip_no
         {"keep_activations": 2},
         {"keep_activations": 6},
         {"keep_activations": 3, "gradient_slabs": 2},
+        {"keep_activations": 4, "reload_weights": 1},
     )
     offloaded = (
         {"offload_activations": 6},
@@ -246,6 +247,7 @@ def test_kept_and_offloaded_activations_give_the_bits_of_recomputed_ones(clip_no
         {"compile": True},
         {"compile": True, "device_optimizer": 3, "keep_activations": 2},
         {"compile": True, "offload_activations": 3, "keep_activations": 1},
+        {"compile": True, "offload_activations": 2, "keep_activations": 3, "reload_weights": 1},
         {"mlp_chunk": 200},
         {"mlp_chunk": 256, "offload_activations": 2, "keep_activations": 1},
         {"compile": True, "mlp_chunk": 200, "offload_activations": 2, "keep_activations": 1},

@@ -67,6 +67,8 @@ PADDING = "test_architectures.py::test_padding_reaches_the_layers_as_the_models_
 UNLIKE = "test_architectures.py::test_unlike_layers_train_as_the_plain_model"
 DECAY = "../baselines/test_decay.py::test_placement_changes_no_bit_where_matrices_alone_decay"
 ROUNDED_ONCE = f"{NODE}test_micro_batches_are_summed_in_fp32_and_rounded_once"
+SUMMED = f"{NODE}test_a_sum_in_fp32_is_there_where_several_gradients_come_and_no_longer"
+TWICE = f"{NODE}test_weights_of_kept_layers_pass_through_the_slots_twice_where_asked"
 PLACEMENT = f"{NODE}test_any_placement_gives_identical_bits"
 DEPTHS = f"{NODE}test_any_depth_streams_interval_and_slabs_give_identical_bits"
 DECLARED = f"{STARVED} {ADVERSARIAL} {PLACEMENT} test_schedule.py"
@@ -187,6 +189,7 @@ MUTANTS = (
     *_changes(
         "sizes.py",
         "test_engine_state.py",
+        ("B40", "self.num_loss_chunks if self.tied else 0", "0", SUMMED),
         (
             "H6",
             "range(0, seq_len, num_columns)",
@@ -394,12 +397,7 @@ MUTANTS = (
             "pass",
             f"{NODE}test_a_parameter_unused_in_every_other_layer_has_no_gradient_there",
         ),
-        (
-            "G4",
-            "if contributions <= 1 or self._work.dtype == torch.float32:",
-            "if True:",
-            ROUNDED_ONCE,
-        ),
+        ("G4", "self._work.summed_bytes(block) // 4", "0", ROUNDED_ONCE),
         ("G5", "key = (op.slot, self.layout(op))", "key = (op.slot, None)"),
         ("G7", "else self._slabs[op.slab]", "else self._slabs[0]", DECLARED),
         ("G9", "max(streamed, default=0)", "next(iter(streamed), 0)"),
@@ -493,6 +491,18 @@ MUTANTS = (
             "self.store.slabs[op.host_slab][: target.numel()]",
             "self.store.slabs[0][: target.numel()]",
         ),
+        (
+            "X40",
+            "capacity=0 if op.fate is Fate.KEPT else self.store",
+            "capacity=self.store",
+            PLACEMENT,
+        ),
+        (
+            "X41",
+            "moved.home = self.memory.home(op)\n",
+            "pass\n",
+            PLACEMENT,
+        ),
         ("X3", "(op.block - 1) % self.blocks.check", "op.block % self.blocks.check"),
         ("X4", "if math.isfinite(scale):", "if True:", "test_engine_errors.py"),
         (
@@ -539,7 +549,7 @@ MUTANTS = (
             "clip_scale(s.norm, 1.0)",
             UNLIKE,
         ),
-        ("X20", "            sums.clear()", "            pass", "test_engine_errors.py"),
+        ("X20", "self.memory.embed_gradients.clear()", "pass", "test_engine_errors.py"),
         ("X27", "if first != reached:", "if False:", SOMETIMES),
         ("X28", "[r and d is decays for", "[d is decays for", FROZEN),
         ("X29", "g = gradient[part]", "g = gradient[: part.stop - part.start]", FROZEN),
@@ -585,6 +595,7 @@ MUTANTS = (
             SPREAD,
         ),
         ("P6", "found[layer] = min(due, self.head)", "found[layer] = self.head", EVICTED),
+        ("P7", "is Fate.KEPT and not self.reload_weights", "is Fate.KEPT", TWICE),
     ),
     *_changes(
         "waits.py",
@@ -598,6 +609,7 @@ MUTANTS = (
         "step.py",
         DECLARED,
         ("S1", 'reads.append("device weights 0")', "pass", TOUCHED),
+        ("S43", "stay = fate is Fate.KEPT and not b.reload_weights", "stay = fate is Fate.KEPT"),
         ("S40", "elif kind in (Kind.TAIL, Kind.LOSS):", "elif kind is Kind.TAIL:", MISSING),
         (
             "S41",
