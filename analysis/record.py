@@ -106,12 +106,19 @@ def _refuse(found: pd.DataFrame) -> None:
 
 
 def machines(found: pd.DataFrame) -> dict[str, Any]:
-    """Each kind of machine, and each boot with its lowest and highest matrix peak."""
+    """Each kind of machine, and each boot with its lowest and highest matrix peak, in a burst and,
+    where rows know it, held for seconds."""
     kinds = {}
     for name, part in found.groupby("machine"):
         details = max(part["machine_details"], key=lambda one: one.get("device_bytes") or 0)
-        peaks = part["machine_details"].str.get("matrix_peak_tflops").astype(float).round(1)
-        ends = peaks.groupby(part["run"]).agg(["min", "max"])
+        runs: dict[str, dict[str, Any]] = {str(run): {} for run in sorted(part["run"].unique())}
+        for peak in ("matrix_peak_tflops", "matrix_sustained_tflops"):
+            values = part["machine_details"].str.get(peak).astype(float).round(1)
+            for run, lo, hi in values.groupby(part["run"]).agg(["min", "max"]).itertuples():
+                if not pd.isna(lo):
+                    runs[run][peak] = [lo, hi]
+                elif peak == "matrix_peak_tflops":
+                    runs[run][peak] = None
         kinds[str(name)] = {
             "gpu": details["gpu"],
             "gpus_of_the_host": details.get("num_gpus") or 1,
@@ -119,10 +126,7 @@ def machines(found: pd.DataFrame) -> dict[str, Any]:
             "cpu": details.get("cpu"),
             "cores": details.get("num_cores"),
             "host_gb": round(details["host_bytes"] / rows.GB, 1),
-            "runs": {
-                run: {"matrix_peak_tflops": None if pd.isna(lo) else [lo, hi]}
-                for run, lo, hi in ends.itertuples()
-            },
+            "runs": runs,
         }
     return {"kinds": kinds}
 

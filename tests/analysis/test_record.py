@@ -49,8 +49,9 @@ def measured(
 
 
 def test_rows_are_filed_by_study_date_machine_and_boot_byte_for_byte(tmp_path: Path) -> None:
+    held = OTHER | {"matrix_peak_tflops": 790.0, "matrix_sustained_tflops": 668.04}
     source = save(
-        tmp_path / "out" / "rows.jsonl", [measured("zero3"), measured("megatrain", machine=OTHER)]
+        tmp_path / "out" / "rows.jsonl", [measured("zero3"), measured("megatrain", machine=held)]
     )
     results = tmp_path / "results"
     told = record.add([source], results)
@@ -65,6 +66,10 @@ def test_rows_are_filed_by_study_date_machine_and_boot_byte_for_byte(tmp_path: P
         "2026-11-21_h200-16c_0123abcd",
         "2026-11-21_h200-16c_deadbeef",
     ]
+    assert kinds["h200-16c"]["runs"]["2026-11-21_h200-16c_deadbeef"] == {
+        "matrix_peak_tflops": [790.0, 790.0],
+        "matrix_sustained_tflops": [668.0, 668.0],
+    }
 
 
 def test_a_later_row_of_the_run_joins_its_file_and_a_known_one_does_not(tmp_path: Path) -> None:
