@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 STAGES = 3
 """Buffers of host memory for state on disk: one is read, one updated and one written."""
@@ -35,6 +36,8 @@ class Blocks:
     device_optimizer: int = 0
     keep_activations: int = 0
     offload_activations: int = 0
+    keep_attention: int = 0
+    """Last ones of the recomputed layers whose attention's results stay on the device."""
     reload_weights: int = 0
     """1: layers whose activations are kept pass through the slots too, and are loaded again for the
     backward."""
@@ -125,6 +128,12 @@ class Blocks:
     def offloaded(self) -> list[int]:
         """Layers whose activations wait on the host."""
         return [layer for layer in self.layers if self.fate(layer) is Fate.OFFLOADED]
+
+    @cached_property
+    def attention_kept(self) -> frozenset[int]:
+        """Layers that are recomputed with their attention's results at hand."""
+        recomputed = [layer for layer in self.layers if self.fate(layer) is Fate.RECOMPUTED]
+        return frozenset(recomputed[max(0, len(recomputed) - self.keep_attention) :])
 
     def shares_slab(self, block: int) -> bool:
         """Whether the block's gradients reach the host through a slab that others use too."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from engine.adamw import AdamW, Pass, clip_scale, norm_of
 from engine.blocks import Blocks, Fate
 from engine.device import DeviceMemory, Gradients
 from engine.lanes import Lanes, Ticket
+from engine.layers.attention import Results
 from engine.layers.autograd import gradients
 from engine.layers.decoder import Decoder, Recording, tensors
 from engine.layers.head import loss_alone, loss_and_gradients, summed_cross_entropy
@@ -56,6 +58,8 @@ class StepState:
     """Layer whose activations wait on the host -> where they are."""
     rebound: dict[int, Offloaded] = field(default_factory=dict)
     """Layer whose kept activations wait for its weights -> the same, all on the device."""
+    attention: dict[int, Results] = field(default_factory=dict)
+    """Layer that is recomputed -> what its attention gave."""
     grads: list[torch.Tensor] = field(default_factory=list)
     """Gradient of what the last backward took as input, one a micro-batch."""
 
@@ -236,7 +240,8 @@ class Executor:
         if op.fate is Fate.RECOMPUTED:
             if (op.block - 1) % self.blocks.checkpoint_interval == 0:
                 s.saved[op.block] = list(s.hidden)
-            s.hidden = self._run_layer(op, s, s.hidden, graph=False)
+            with self._attention(op, s):
+                s.hidden = self._run_layer(op, s, s.hidden, graph=False)
             return
         if op.fate is Fate.KEPT and op.slot < 0:
             graphs = self._run_layer(op, s, s.hidden, graph=True)
@@ -270,8 +275,25 @@ class Executor:
             capacity=0 if op.fate is Fate.KEPT else self.store.activations[op.block].numel(),
         )
 
+    def _attention(self, op: Op, s: StepState) -> AbstractContextManager[None]:
+        """Around a layer that is recomputed: its forward keeps what attention gives, where there is
+        room, and its recomputations are given that. Not where the forward is the first of its kind,
+        which may run twice."""
+        if op.kind is Kind.FORWARD:
+            first = self.decoder.templates[op.block - 1].unchecked
+            if first or op.block not in self.blocks.attention_kept:
+                return nullcontext()
+            s.attention[op.block] = Results()
+            return s.attention[op.block].kept()
+        if op.block not in s.attention:
+            return nullcontext()
+        if op.kind is Kind.BACKWARD:
+            return s.attention.pop(op.block).given(last=True)
+        return s.attention[op.block].given(last=False)
+
     def _recompute(self, op: Op, s: StepState) -> None:
-        s.saved[op.block + 1] = self._run_layer(op, s, s.saved[op.block], graph=False)
+        with self._attention(op, s):
+            s.saved[op.block + 1] = self._run_layer(op, s, s.saved[op.block], graph=False)
         self._count_recomputed(s, self.memory.layout(op).num_params)
 
     def _count_recomputed(self, s: StepState, num_params: int) -> None:
@@ -338,10 +360,11 @@ class Executor:
     def _recompute_and_differentiate(self, op: Op, s: StepState) -> None:
         weights, layer, sums = self.memory.weights(op), op.block - 1, self.memory.gradients(op)
         template, inputs = self.decoder.templates[layer], s.saved.pop(op.block)
-        for m, recording in enumerate(s.recordings):
-            call = recording.calls[layer]
-            s.grads[m], grads = template.backward(weights, inputs[m], call, layer, s.grads[m])
-            sums.add(grads)
+        with self._attention(op, s):
+            for m, recording in enumerate(s.recordings):
+                call = recording.calls[layer]
+                s.grads[m], grads = template.backward(weights, inputs[m], call, layer, s.grads[m])
+                sums.add(grads)
         self._finish(op, sums)
         rebuilt = template.num_rebuilt(kept=False)
         self._count_recomputed(s, self.memory.layout(op).num_params + rebuilt)

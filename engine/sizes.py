@@ -200,6 +200,13 @@ class Work:
         return self.num_micro_batches * self.layer_bytes(backward=False)
 
     @property
+    def attention_bytes(self) -> int:
+        """Bytes of what one layer's attention gives, all micro-batches: its output and, in fp32,
+        its log-sum-exp."""
+        token = self.widths.queries * self.itemsize + 4 * self.widths.heads
+        return self.num_micro_batches * self.tokens * token
+
+    @property
     def moved_bytes(self) -> int:
         """Bytes of these that can wait on the host: all but the layer's output, which is the next
         one's input."""
@@ -393,12 +400,14 @@ def device_bytes(blocks: Blocks, work: Work) -> dict[str, int]:
     interval, layers = blocks.checkpoint_interval, blocks.num_streamed
     saved = -(-layers // interval) + interval - 1
     kept = blocks.keep_activations * work.kept_bytes
+    attention = len(blocks.attention_kept) * work.attention_bytes
     return {
         "weights": weights * work.itemsize,
         "gradients": slabs * work.itemsize + _summed_bytes(work) + _exchanged(blocks, work),
         "checkpoints": (saved + 2) * work.num_micro_batches * work.hidden_bytes,
         "kept": kept,
         "activations": max(_peaks(blocks, work)) - kept,
+        **({"attention": attention} if attention else {}),
         **({"masks": work.num_micro_batches * work.masks.given} if work.masks.given else {}),
     }
 

@@ -42,6 +42,7 @@ NEUTRAL = (
     "huge_pages",
     "numactl",
     "disk_blocks",
+    "keep_attention",
     FALLBACK,
 )
 """Knobs that are as good as not there while they are 0, false or empty."""

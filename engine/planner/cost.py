@@ -71,10 +71,12 @@ class Cost:
                 return self.evict_s
             case Kind.FETCH:
                 return self.work.moved_bytes / rates.h2d_bytes
-            case Kind.FORWARD | Kind.RECOMPUTE:
+            case Kind.FORWARD:
                 return self._forward(layout.num_params)
+            case Kind.RECOMPUTE:
+                return self._forward(layout.num_params) - self._at_hand(op.block)
             case Kind.BACKWARD:
-                return self._backward(op.fate, layout.num_params)
+                return self._backward(op.fate, layout.num_params) - self._at_hand(op.block)
             case Kind.TAIL:
                 return self._tail
             case Kind.EMBED:
@@ -210,6 +212,10 @@ class Cost:
         token; a window has fewer."""
         flops = 2 * self._widths.queries * self.work.seq_len * self._tokens
         return flops / (self.rates.matmul_flops * ATTENTION_EFFICIENCY)
+
+    def _at_hand(self, layer: int) -> float:
+        """Seconds of attention that a recomputation of the layer need not compute."""
+        return self._attention_s if layer in self.blocks.attention_kept else 0.0
 
     @property
     def _embed(self) -> float:

@@ -117,6 +117,19 @@ class Planner:
         return self.predict(once).step_s < (1 - placement.EQUAL) * self.predict(blocks).step_s
 
     def _filled(self, asked: Blocks) -> Blocks:
+        if asked.keep_attention != AUTO:
+            return self._filled_but_for_attention(asked)
+        blocks = self._filled_but_for_attention(replace(asked, keep_attention=0))
+        compiled = self.work.compiled and not self.work.mlp_chunk
+        if self.device.type != "cuda" or compiled:
+            return blocks
+        numbers = range(1, blocks.num_layers + 1)
+        full = bisect(
+            numbers, True, key=lambda n: not self._fits(replace(blocks, keep_attention=n))
+        )
+        return replace(blocks, keep_attention=full)
+
+    def _filled_but_for_attention(self, asked: Blocks) -> Blocks:
         gpu, blocks = self.device.type == "cuda", asked
         if blocks.checkpoint_interval == AUTO:
             interval = (

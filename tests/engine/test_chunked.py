@@ -45,6 +45,7 @@ PLACEMENTS = [
     {"keep_activations": 4, "device_optimizer": 2},
     {"offload_activations": 4},
     {"offload_activations": 1, "keep_activations": 1, "gradient_slabs": 2},
+    {"checkpoint_interval": 2, "keep_attention": 3},
 ]
 
 

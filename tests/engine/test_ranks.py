@@ -149,6 +149,7 @@ PIPELINES: list[dict[str, Any]] = [
     {"device_optimizer": 5, "keep_activations": 3},
     {"offload_activations": 2, "keep_activations": 1, "device_optimizer": 1},
     {"keep_activations": 3, "reload_weights": 1},
+    {"checkpoint_interval": 3, "keep_attention": 2},
 ]
 
 

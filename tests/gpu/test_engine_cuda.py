@@ -219,6 +219,8 @@ def test_kept_and_offloaded_activations_give_the_bits_of_recomputed_ones(clip_no
         {"keep_activations": 6},
         {"keep_activations": 3, "gradient_slabs": 2},
         {"keep_activations": 4, "reload_weights": 1},
+        {"keep_attention": 6},
+        {"keep_attention": 3, "checkpoint_interval": 2},
     )
     offloaded = (
         {"offload_activations": 6},

@@ -69,6 +69,7 @@ DECAY = "../baselines/test_decay.py::test_placement_changes_no_bit_where_matrice
 ROUNDED_ONCE = f"{NODE}test_micro_batches_are_summed_in_fp32_and_rounded_once"
 SUMMED = f"{NODE}test_a_sum_in_fp32_is_there_where_several_gradients_come_and_no_longer"
 TWICE = f"{NODE}test_weights_of_kept_layers_pass_through_the_slots_twice_where_asked"
+KEPT_ATTENTION = "test_attention.py"
 PLACEMENT = f"{NODE}test_any_placement_gives_identical_bits"
 DEPTHS = f"{NODE}test_any_depth_streams_interval_and_slabs_give_identical_bits"
 DECLARED = f"{STARVED} {ADVERSARIAL} {PLACEMENT} test_schedule.py"
@@ -405,6 +406,19 @@ MUTANTS = (
         ("G8", "else self.slots[op.slot]", "else self.slots[0]", DECLARED),
     ),
     *_changes(
+        "layers/attention.py",
+        KEPT_ATTENTION,
+        ("AT1", "self._next += 1", "pass"),
+        (
+            "AT2",
+            "if func in KERNELS:\n            self._calls",
+            "if False:\n            self._calls",
+        ),
+        ("AT3", "if func not in KERNELS:", "if True:"),
+        ("AT4", "setattr(F, NAME, _PLAIN)", "pass"),
+        ("AT5", "_MODE.reset(token)", "pass"),
+    ),
+    *_changes(
         "tier.py",
         TIER,
         ("Z40", "if block != self._fetched:", "if self._fetched < 0:"),
@@ -503,6 +517,7 @@ MUTANTS = (
             "pass\n",
             PLACEMENT,
         ),
+        ("X42", "if first or op.block not in", "if op.block not in", KEPT_ATTENTION),
         ("X3", "(op.block - 1) % self.blocks.check", "op.block % self.blocks.check"),
         ("X4", "if math.isfinite(scale):", "if True:", "test_engine_errors.py"),
         (

@@ -1,0 +1,152 @@
+"""Attention's results, kept for the recomputation: it runs once, and every bit is what it was."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine import EngineConfig, Machine, MegaTrain, Rates, Recipe
+from engine.layers.attention import _MODE, _PLAIN, KERNELS, Results
+from tests.models import assert_same, make_batch, make_engine, make_model, train
+from tests.twin import TwinLanes
+
+LAYERS, MICRO_BATCHES = 4, 2
+
+
+class Counting(TorchDispatchMode):
+    """Attention kernels that really run."""
+
+    ran = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ran += func in KERNELS
+        return func(*args, **(kwargs or {}))
+
+
+def engine_of(model: torch.nn.Module, **options: Any):
+    return make_engine(model, batch=make_batch(0, micro_batches=MICRO_BATCHES), **options)
+
+
+PLACEMENTS = [
+    {},
+    {"checkpoint_interval": 2, "depth": 1},
+    {"checkpoint_interval": 3, "mlp_chunk": 5},
+    {"keep_activations": 1, "offload_activations": 1},
+]
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_number_of_layers_gives_identical_bits(models, dtype, placement, number) -> None:
+    expected = train(engine_of(models[dtype], **placement), micro_batches=MICRO_BATCHES)
+    kept = engine_of(
+        models[dtype], keep_attention=number, poison=True, lanes=TwinLanes(seed=1), **placement
+    )
+    assert_same(train(kept, micro_batches=MICRO_BATCHES), expected)
+
+
+@pytest.mark.parametrize(("interval", "once"), [(1, 2), (2, 2.5)])
+def test_attention_of_a_layer_runs_once_a_step(models, interval, once) -> None:
+    """Twice without, and of a layer that is no group's last three times."""
+    ran = []
+    for number in (0, 3, LAYERS):
+        engine = engine_of(
+            models[torch.float32], keep_attention=number, checkpoint_interval=interval
+        )
+        for _ in range(2):  # the first step of a kind of layer keeps nothing
+            counting = Counting()
+            with counting:
+                engine.train_step(make_batch(0, micro_batches=MICRO_BATCHES))
+        ran.append(counting.ran)
+    assert ran[0] == once * LAYERS * MICRO_BATCHES
+    assert ran[-1] == LAYERS * MICRO_BATCHES
+    assert ran[0] > ran[1] > ran[2]
+
+
+def test_a_first_forward_that_runs_twice_keeps_nothing(models, monkeypatch) -> None:
+    """As on a GPU whose attention moves the generator of random numbers, dropping nothing."""
+
+    def twice(module, device, run, *, again):
+        result = run()
+        again()
+        return result
+
+    expected = train(engine_of(models[torch.float32]), micro_batches=MICRO_BATCHES)
+    monkeypatch.setattr("engine.layers.template.refuse_random", twice)
+    kept = engine_of(models[torch.float32], keep_attention=LAYERS)
+    assert_same(train(kept, micro_batches=MICRO_BATCHES), expected)
+
+
+def test_what_is_no_fused_kernel_is_computed_again() -> None:
+    model = make_model("gemma2", attention="eager", head_dim=8)
+    found = [train(make_engine(model, keep_attention=number)) for number in (0, 3)]
+    assert_same(*found)
+
+
+def test_documents_in_one_sequence_still_do_not_see_each_other() -> None:
+    model = make_model("qwen2")
+    batch = make_batch(0)
+    places = torch.cat((torch.arange(7), torch.arange(9))).expand(*batch.tokens.shape)
+    packed = type(batch)(tokens=batch.tokens, labels=batch.labels, position_ids=places)
+    found = []
+    for number in (0, 3):
+        engine = make_engine(model, batch=packed, keep_attention=number)
+        losses = [engine.train_step(packed).item() for _ in range(3)]
+        found.append((losses, dict(engine.parameters())))
+    assert_same(*found)
+
+
+def test_results_are_given_in_order_and_another_kernel_is_noticed() -> None:
+    query = torch.randn(1, 2, 8, 4)
+    results = Results()
+    with results.kept():
+        first, second = (
+            torch.nn.functional.scaled_dot_product_attention(q, q, q) for q in (query, -query)
+        )
+    assert torch.nn.functional.scaled_dot_product_attention is _PLAIN
+    assert _MODE.get() is None
+    with results.given(last=True):
+        again = torch.nn.functional.scaled_dot_product_attention(query, query, query)
+        other = torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    assert torch.equal(again, first)
+    assert torch.equal(other, second)  # given, not computed
+    with results.given(last=True), pytest.raises(AssertionError, match="for the last time"):
+        torch.nn.functional.scaled_dot_product_attention(query, query, query)
+
+
+def test_as_many_as_there_is_room_for() -> None:
+    names = ("matmul_flops", "adamw_params", "weights_params", "moments_params")
+    names += ("h2d_bytes", "d2h_bytes", "device_bytes")
+    rates = Rates(**dict.fromkeys(names, 1e12))
+
+    def planned(room: float, **options: Any) -> MegaTrain:
+        """Nothing is allocated, so no GPU is needed."""
+        return MegaTrain(
+            make_model("qwen2", num_hidden_layers=LAYERS),
+            recipe=Recipe(lr=1e-3),
+            micro_batch_size=2,
+            seq_len=16,
+            num_micro_batches=MICRO_BATCHES,
+            device="cuda",
+            machine=Machine(rates=rates, device_memory=int(room / 0.94) + 1),
+            config=EngineConfig(**options),
+        )
+
+    plain = planned(1e12).plan().device_bytes
+    each = planned(1e12, keep_attention=1).plan().device["attention"]
+    assert each == MICRO_BATCHES * 2 * 16 * (32 * 2 + 4 * 4)  # tokens, queries and heads
+    for more, number in ((0, 0), (2.5, 2), (99, LAYERS)):
+        engine = planned(plain + more * each, keep_attention=-1)
+        assert len(engine.blocks.attention_kept) == number
+        assert engine.placement.get("kept_attention", 0) == number
+    assert not planned(1e12, keep_attention=-1, compile=True).blocks.attention_kept
+    one, all_of_them = planned(1e12, keep_attention=1), planned(1e12, keep_attention=-1)
+    assert all_of_them.predict().step_s < one.predict().step_s < planned(1e12).predict().step_s
+
+
+def test_layers_that_are_compiled_whole_cannot_keep_it() -> None:
+    with pytest.raises(ValueError, match=r"^system\.keep_attention: got 2, allowed 0 or -1 where"):
+        EngineConfig(keep_attention=2, compile=True)
+    EngineConfig(keep_attention=2, compile=True, mlp_chunk=8)
