@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine import Batch, EngineConfig, MegaTrain, Rates, Recipe
+from engine import Batch, EngineConfig, Machine, MegaTrain, Rates, Recipe
 from tests.twin import poisoned
 
 COMMON = {
@@ -83,6 +84,8 @@ def make_engine(
         mine.requires_grad_(given.requires_grad)
     dtype = next(model.parameters()).dtype
     rest = {k: v for k, v in arguments.items() if k not in names}
+    if torch.device(rest.get("device", "cpu")).type == "cuda":  # no probe, and two passes of AdamW
+        rest = {"machine": Machine(rates=replace(H200, adamw_params=1e9))} | rest
     engine = MegaTrain(
         skeleton.to(dtype),
         recipe=recipe or Recipe(lr=1e-3),
