@@ -48,8 +48,9 @@ class DeviceMemory:
         self._head = blocks.head
         widest = max(blocks.layers, key=work.summed_bytes)
         self._layer_wide = self._wide(widest)
-        self.embed_gradients = Gradients(layouts[0], self._own_slabs[0], self._wide(0))
-        """Tied embeddings get theirs on both sides of the layers."""
+        tied = Gradients(layouts[0], self._own_slabs[0], self._wide(0)) if work.tied else None
+        self.tied_gradients = tied
+        """Of embed, where it gets some on both sides of the layers."""
         longest = max(layout.numel for layout in layouts)
         self._received = self._zeros(longest if blocks.num_ranks > 1 else 0)
         """What other ranks have of this one's part of a block's gradients."""
@@ -108,10 +109,11 @@ class DeviceMemory:
         return self.mine(op, slab).copy_(parts.sum(0, dtype=torch.float32))
 
     def gradients(self, op: Op) -> Gradients:
-        """A block's sums, into its slab. The head's scratch is there as long as these are."""
-        if op.block == 0:
-            return self.embed_gradients
-        wide = self._wide(op.block) if op.block == self._head else self._layer_wide
+        """A block's sums, into its slab. The scratch of embed and head is there as long as these
+        are, but for tied ones."""
+        if op.block == 0 and self.tied_gradients is not None:
+            return self.tied_gradients
+        wide = self._wide(op.block) if op.block in (0, self._head) else self._layer_wide
         return Gradients(self.layout(op), self.slab(op), wide)
 
 

@@ -221,7 +221,8 @@ class Executor:
     # Compute lane: forward.
 
     def _embed(self, _: Op, s: StepState) -> None:
-        self.memory.embed_gradients.clear()  # a step that raised leaves its part
+        if self.memory.tied_gradients is not None:
+            self.memory.tied_gradients.clear()  # a step that raised leaves its part
         masks, positions = s.batch.attention_mask, s.batch.position_ids
         for m in range(s.batch.num_micro_batches):
             mask = None if masks is None else self._to_device(masks[m])
@@ -300,10 +301,11 @@ class Executor:
         self.counters["recompute_flops"] += 2 * num_params * s.batch.tokens.numel()
 
     def _tail(self, op: Op, s: StepState) -> None:
-        embed, head = self.memory.embed_gradients, self.memory.gradients(op)
+        embed, head = self.memory.tied_gradients, self.memory.gradients(op)
 
         def add(grads: Sequence[torch.Tensor | None]) -> None:
-            embed.add(grads[: self._num_embed])
+            if embed is not None:
+                embed.add(grads[: self._num_embed])
             head.add(grads[self._num_embed :])
 
         for m, hidden in enumerate(s.hidden):

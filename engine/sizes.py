@@ -431,26 +431,29 @@ def _own_and_ring(blocks: Blocks, work: Work, owners: Sequence[int]) -> int:
 
 
 def _summed_bytes(work: Work) -> int:
-    """Bytes of fp32 sums that outlive an operation: embed's, and that of the largest layer, for
-    all. The head's is there in the tail alone."""
-    return work.summed_bytes(0) + max(map(work.summed_bytes, range(1, len(work.layouts) - 1)))
+    """Bytes of fp32 sums that outlive an operation: that of the largest layer, for all, and embed's
+    where it is tied. Otherwise it is there in its backward alone, as the head's in the tail."""
+    layer = max(map(work.summed_bytes, range(1, len(work.layouts) - 1)))
+    return layer + (work.summed_bytes(0) if work.tied else 0)
 
 
 def _peaks(blocks: Blocks, work: Work) -> list[int]:
-    """Bytes of activations at the four moments that can be the peak: when the forward ends, in the
-    tail, in the backward of a kept layer and in that of another."""
+    """Bytes of activations at the five moments that can be the peak: when the forward ends, in the
+    tail, in the backward of a kept layer, in that of another and in embed's."""
     kept = blocks.keep_activations * work.kept_bytes
     whole = work.layer_bytes(backward=True)
     graph = whole + work.largest_layer * work.itemsize  # and a layer's gradients
     temporary = graph - work.layer_bytes(backward=False)
     fetched = min(blocks.offload_activations, max(1, blocks.keep_activations)) * work.moved_bytes
     all_stay = blocks.keep_activations + blocks.offload_activations >= blocks.num_layers
+    embed = work.layouts[0].numel * work.itemsize + (0 if work.tied else work.summed_bytes(0))
     first = fetched if not blocks.keep_activations else 0  # it comes back beside the tail
     return [
         _forward_peak(blocks, work),
         kept + first + _tail_bytes(work),
         kept + (temporary if blocks.keep_activations else 0),
         fetched + (temporary if all_stay else graph),
+        embed,
     ]
 
 

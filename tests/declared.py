@@ -120,8 +120,8 @@ class _Guard:
         found |= {f"host gradients {b}": [t] for b, t in store.parked.items()}
         found |= {f"host activations {b}": [t] for b, t in store.activations.items()}
         found |= {f"activations {b}": kept._pieces for b, kept in self.s.offloaded.items()}
-        embed = memory.embed_gradients
-        wide = [memory._layer_wide, embed._sums[0]._base if embed._wide else None]
+        tied = memory.tied_gradients
+        wide = [memory._layer_wide, tied._sums[0]._base if tied and tied._wide else None]
         lane = [memory.scale, *self.executor._hyper.values(), *wide]
         if blocks.num_ranks == 1:
             lane.append(memory.norms)

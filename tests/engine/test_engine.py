@@ -415,23 +415,25 @@ def test_a_sum_in_fp32_is_there_where_several_gradients_come_and_no_longer(tied,
     engine = make_engine(model, batch=batch, loss_chunk=8)
     memory, head = engine._executor.memory, engine.blocks.head
     assert engine.work.tied is tied
-    assert memory.embed_gradients._wide is (tied or micro_batches > 1)
+    assert (memory.tied_gradients is not None) is tied
     assert (memory._layer_wide is not None) is (micro_batches > 1)
     summed = engine.work.summed_bytes
-    wide = [memory.embed_gradients._sums[0]._base if memory.embed_gradients._wide else None]
-    allocated = sum(t.nbytes for t in [*wide, memory._layer_wide] if t is not None)
-    assert allocated == summed(0) + max(map(summed, engine.blocks.layers))
+    wide = memory.tied_gradients._sums[0]._base if tied else None
+    allocated = sum(t.nbytes for t in (wide, memory._layer_wide) if t is not None)
+    assert allocated == (summed(0) if tied else 0) + max(map(summed, engine.blocks.layers))
     assert summed(head) == 4 * engine.work.layouts[head].numel  # several chunks of the loss
     seen, real = [], memory._wide
 
     def noting(block):
-        seen.append(weakref.ref(wide := real(block)))
+        wide = real(block)
+        seen.append((block, None if wide is None else weakref.ref(wide)))
         return wide
 
     memory._wide = noting
     engine.train_step(batch)
     engine.drain()
-    assert [one() for one in seen] == [None]
+    assert [block for block, one in seen if one] == [head] + [0] * (not tied and micro_batches > 1)
+    assert not any(one and one() is not None for _, one in seen)
 
 
 class Sometimes(torch.nn.Module):

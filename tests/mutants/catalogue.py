@@ -564,7 +564,7 @@ MUTANTS = (
             "clip_scale(s.norm, 1.0)",
             UNLIKE,
         ),
-        ("X20", "self.memory.embed_gradients.clear()", "pass", "test_engine_errors.py"),
+        ("X20", "self.memory.tied_gradients.clear()", "pass", "test_engine_errors.py"),
         ("X27", "if first != reached:", "if False:", SOMETIMES),
         ("X28", "[r and d is decays for", "[d is decays for", FROZEN),
         ("X29", "g = gradient[part]", "g = gradient[: part.stop - part.start]", FROZEN),
