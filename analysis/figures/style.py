@@ -49,9 +49,13 @@ def bars(axes: Axes, lines: pd.DataFrame, value: str, form: str) -> None:
     axes.barh(places, lines[value], height=0.67, color=filled, edgecolor=colors)
     axes.errorbar(lines[value], places, xerr=reach(lines, value), fmt="none", ecolor=INK, **WHISKER)
     told = lines[value].map(f"{{:{form}}}".format) + ("  " + lines["words"]).fillna("")
-    for at, (end, word) in enumerate(zip(lines["hi"].fillna(lines[value]), told, strict=True)):
-        axes.text(end, at, f"  {word}", va="center", fontsize=7.5)
-    axes.set(xlabel=names.setting(value), xlim=(0, 1.36 * lines[value].max()))
+    most = 1.36 * lines[value].max()
+    ends = lines["hi"].fillna(lines[value])
+    inside = ends.where(ends < most, lines[value])  # an interval without an end in sight is cut
+    for at, (end, word, cut) in enumerate(zip(inside, told, ends >= most, strict=True)):
+        box: Any = {"facecolor": "white", "edgecolor": "none", "pad": 0} if cut else None
+        axes.text(end, at, f"  {word}", va="center", fontsize=7.5, bbox=box)
+    axes.set(xlabel=names.setting(value), xlim=(0, most))
     axes.set_yticks(places, lines["label"].str.replace(", ", ",\n", n=1))
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
