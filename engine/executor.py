@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ from engine.device import DeviceMemory, Gradients
 from engine.lanes import Lanes, Ticket
 from engine.layers.attention import Results
 from engine.layers.autograd import gradients
-from engine.layers.decoder import Decoder, Recording, tensors
+from engine.layers.decoder import Decoder, tensors
 from engine.layers.head import loss_alone, loss_and_gradients, summed_cross_entropy
 from engine.layers.offload import Offloaded, copy_in_pieces, storages
 from engine.layout import BLOCK_ALIGNMENT, Layout, within
@@ -33,35 +32,10 @@ from engine.recipe import Batch, NonFiniteLossError
 from engine.sizes import Work
 from engine.step import Kind, Op, operations
 from engine.store import Store
+from engine.values import StepState
 
 PIECE = 1 << 26
 """Bytes of one copy of activations. Small, so that a layer's load can go between two pieces."""
-
-
-@dataclass(kw_only=True)
-class StepState:
-    """The values of one step that pass between computations on the compute lane."""
-
-    index: int
-    batch: Batch
-    num_tokens: int
-    loss: torch.Tensor
-    norm: torch.Tensor
-    recordings: list[Recording] = field(default_factory=list)
-    """The way into the layers, one a micro-batch."""
-    hidden: list[torch.Tensor] = field(default_factory=list)
-    saved: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    """Layer -> its input, one a micro-batch, to recompute it from."""
-    graphs: dict[int, list[Any]] = field(default_factory=dict)
-    """Layer that is not recomputed -> (input, output) with the graph between, one a micro-batch."""
-    offloaded: dict[int, Offloaded] = field(default_factory=dict)
-    """Layer whose activations wait on the host -> where they are."""
-    rebound: dict[int, Offloaded] = field(default_factory=dict)
-    """Layer whose kept activations wait for its weights -> the same, all on the device."""
-    attention: dict[int, Results] = field(default_factory=dict)
-    """Layer that is recomputed -> what its attention gave."""
-    grads: list[torch.Tensor] = field(default_factory=list)
-    """Gradient of what the last backward took as input, one a micro-batch."""
 
 
 Handler = Callable[[Op, StepState], None]

@@ -166,13 +166,14 @@ def layer_map(engine: MegaTrain) -> list[str]:
     letters = "".join(map(letter, range(blocks.num_blocks)))
     between = blocks.checkpoint_interval
     every = f", an input kept every {between} layers" if between > 1 else ""
+    again = ", weights of kept layers loaded again for their backward"
     return [
         f"  {letters[0]} {letters[1:-1]} {letters[-1]}   (embed, {len(letters) - 2} layers, "
         f"head{every})",
         "  · streamed, recomputed   K activations kept   O offloaded   D weights and optimizer on "
         "the device   B D+K   P D+O",
-        *["  weights of kept layers are loaded again for their backward"][: blocks.reload_weights],
-        f"  AdamW on the host in {'two passes' if blocks.two_passes else 'one pass'}",
+        f"  AdamW on the host in {'two passes' if blocks.two_passes else 'one pass'}"
+        f"{again if blocks.reload_weights else ''}",
     ]
 
 

@@ -169,7 +169,7 @@ def test_one_pass_of_adamw_where_the_cpu_is_all_that_a_step_waits_for(
     study = ["model=qwen2.5-7b", "shape.seq_len=1024", f"shape.batch_size={batch_size}"]
     monkeypatch.setattr("sys.argv", ["plan", *study, "+rates=h200_16cores"])
     assert main() == 0
-    assert f"AdamW on the host in {passes}\n" in capsys.readouterr().out
+    assert f"AdamW on the host in {passes}" in capsys.readouterr().out
 
 
 def test_fast_loads_kept_layers_again_where_room_is_scarce(monkeypatch, capsys):
@@ -177,7 +177,7 @@ def test_fast_loads_kept_layers_again_where_room_is_scarce(monkeypatch, capsys):
     for option, again in (([], True), (["system.reload_weights=0"], False)):
         monkeypatch.setattr("sys.argv", ["plan", *study, *option])
         assert main() == 0
-        assert ("are loaded again for" in capsys.readouterr().out) is again
+        assert ("loaded again for" in capsys.readouterr().out) is again
 
 
 def test_bars_are_to_scale():
