@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,19 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from engine import blockfile
 from engine.layout import within
 from engine.master import BlockState, read_master, write_master
 from engine.ranks import Ranks
 from engine.recipe import Recipe
 from engine.saving import digest
-from engine.state import COMMIT, FORMAT, STATE, describe, file_of, tensors_of
+from engine.state import COMMIT, COPIERS, FORMAT, STATE, describe, file_of, tensors_of
 from engine.store import Store
 
 EXACT = {"split": torch.int16, "fp32": torch.float32}
 """Masters that hold the same fp32 numbers, and the dtype of what each has beside the weight."""
+READERS = COPIERS
+"""Blocks that are checked, and then read, at a time."""
 
 
 def resume(store: Store, directory: Path, recipe: Recipe) -> int:
@@ -47,13 +51,7 @@ def resume(store: Store, directory: Path, recipe: Recipe) -> int:
         refused = refused or (ValueError(said[0]) if said else None)
     if refused is not None:
         raise refused
-    for block in range(len(store.states)):
-        for path, theirs, mine in _overlaps(store, directory, block, found["parts"]):
-            with safe_open(path, framework="pt") as file:
-                names = file.keys()
-                tensors = {name: file.get_slice(name)[theirs] for name in names}
-            store.fetch(block, changes=True)
-            _load(store.states[block].part(mine), tensors)
+    _read_all(store, directory, found["parts"])
     _warn_of_another_recipe(directory, found.get("recipe") or {}, recipe)
     step: int = found["step"]
     return step
@@ -76,12 +74,39 @@ def _fitting(store: Store, directory: Path) -> dict[str, Any]:
             )
     master = None if store.spec.dtype == torch.float32 else EXACT.get(wanted["master"])
     files, found["parts"] = found.get("files") or {}, found.get("parts", 1)
-    for block, state in enumerate(store.states):
+
+    def check(block: int) -> None:
         numel = store.spec.layouts[block].in_parts(found["parts"]).numel // found["parts"]
         for path, _, _ in _overlaps(store, directory, block, found["parts"]):
             _check_file(path, files.get(path.name))
-            _check_tensors(path, _shapes(state, master, numel))
+            _check_tensors(path, _shapes(store.states[block], master, numel))
+
+    _side_by_side(check, range(len(store.states)))
     return found
+
+
+def _side_by_side(work: Callable[[int], None], blocks: Iterable[int]) -> None:
+    """Work on blocks; what goes wrong with the first of them is raised, and the rest is left."""
+    threads = ThreadPoolExecutor(READERS, thread_name_prefix="resume")
+    try:
+        for done in [threads.submit(work, block) for block in blocks]:
+            done.result()
+    finally:
+        threads.shutdown(cancel_futures=True)
+
+
+def _read_all(store: Store, directory: Path, num_parts: int) -> None:
+    """Read a state that fits: blocks in memory side by side, then those on disk in turn."""
+
+    def load(block: int) -> None:
+        for path, theirs, mine in _overlaps(store, directory, block, num_parts):
+            store.fetch(block, changes=True)
+            _load(store.states[block].part(mine), path, theirs)
+
+    blocks = range(len(store.states))
+    _side_by_side(load, (block for block in blocks if block not in store.spec.on_disks))
+    for block in store.spec.on_disks:
+        load(block)
 
 
 def _overlaps(
@@ -96,9 +121,12 @@ def _overlaps(
             yield file_of(directory, block, index, num_parts), within(own, theirs), mine
 
 
-def _load(state: BlockState, found: Mapping[str, torch.Tensor]) -> None:
-    for name, place in tensors_of(state).items():
-        if found[name].dtype == place.dtype:
+def _load(state: BlockState, path: Path, part: slice) -> None:
+    """Read these elements of a file into a part of a block."""
+    places = tensors_of(state)
+    found = blockfile.read(path, part, places)
+    for name, place in places.items():
+        if found[name].dtype == place.dtype and found[name] is not place:
             place.copy_(found[name])
     if state.extra is not None and found["extra"].dtype != state.extra.dtype:
         master = read_master(found["weight"], found["extra"]).to(state.weight.device)
@@ -117,7 +145,7 @@ def _check_file(path: Path, expected: Any) -> None:
         raise ValueError(
             f"resume: {path} has {size} bytes, allowed {allowed} by {STATE}; copy the state whole"
         )
-    if digest(path) != expected.get("sha256"):
+    if blockfile.sha256_of(path) != expected.get("sha256"):
         raise ValueError(
             f"resume: {path} has other bytes than {STATE} says; copy the state whole or take "
             "another"

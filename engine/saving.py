@@ -54,18 +54,6 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def let_go(path: Path) -> None:
-    """Have the kernel forget the pages of a file that is on the disk, and use them for the next.
-
-    On a virtual machine whose memory grows as it is touched new pages are slower than the disk.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
-
-
 def seal(directory: Path) -> None:
     """Write the manifest of all files below `directory`, and return when they are on the disk."""
     everything = sorted(directory.rglob("*"))

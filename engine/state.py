@@ -29,23 +29,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
+from engine import blockfile
 from engine.lanes import CopyStream, hold_until
 from engine.master import BlockState
 from engine.recipe import Recipe
-from engine.saving import digest, let_go, sync, whole_directory
+from engine.saving import digest, sync, whole_directory
 from engine.sizes import PAGE
 from engine.store import Arena, Store, staged_state
 
 FORMAT = 3
 STATE, COMMIT = "state.json", "COMMIT"
-WRITERS = 2
-"""One block is digested while another is written."""
 COPIERS = max(1, len(os.sched_getaffinity(0)) // 4)
 """Blocks that are copied at a time, each by one thread. What is copied while the optimizer rests,
 which with clipping is a whole forward and backward, no update waits for."""
+WRITERS = max(2, min(COPIERS, 4))
+"""Some blocks are digested while others are written."""
 REFUSED = "refused: "
 """Before what the first rank says in place of a path."""
 ON_DISK = "on disk"
@@ -402,16 +401,13 @@ def _write_block(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[str, dic
     takes no more."""
     tensors = {name: tensor for name, tensor in tensors.items() if name != ON_DISK}
     try:
-        save_file(tensors, path, metadata={"block": path.stem})
-    except SafetensorError as error:
+        num_bytes, sha256 = blockfile.write(path, tensors, path.stem)
+    except OSError as error:
         raise OSError(
-            f"save: {path.parent.parent}: {error}, allowed a disk with room; make room or choose "
-            "another"
-        ) from None
-    sync(path)
-    entry = {"bytes": path.stat().st_size, "sha256": digest(path)}
-    let_go(path)
-    return path.name, entry
+            f"save: {path.parent.parent}: {error.strerror or error}, allowed a disk with room; "
+            "make room or choose another"
+        ) from error
+    return path.name, {"bytes": num_bytes, "sha256": sha256}
 
 
 def describe(store: Store) -> dict[str, Any]:

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from engine import MegaTrain, Recipe, state
+from engine import MegaTrain, Recipe, blockfile, state
 from tests.models import make_engine, make_model, train
 
 pytestmark = pytest.mark.slow
@@ -273,13 +272,15 @@ def test_a_disk_that_fills_is_told_once_and_leaves_nothing(model, tmp_path, monk
     engine = make_engine(model, recipe=RECIPE)
     train(engine, 1)
 
-    def full(tensors, path, metadata):
+    write = blockfile.write
+
+    def full(path, tensors, block):
         if path.name == LAST:
-            raise SafetensorError("I/O error: No space left on device (os error 28)")
-        save_file(tensors, path, metadata)
+            raise OSError(28, "No space left on device")
+        return write(path, tensors, block)
 
     with monkeypatch.context() as patched:
-        patched.setattr(state, "save_file", full)
+        patched.setattr(blockfile, "write", full)
         engine.save_beside(tmp_path / "saved", room=1 << 40)
         train(engine, 1, first=1)
         tell = {
@@ -302,10 +303,10 @@ def test_a_disk_that_fills_while_blocks_are_copied_leaves_nothing(model, tmp_pat
     engine = make_engine(model, recipe=RECIPE)
     train(engine, 1)
 
-    def full(tensors, path, metadata):
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
+    def full(path, tensors, block):
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(state, "save_file", full)
+    monkeypatch.setattr(blockfile, "write", full)
     with pytest.raises(OSError, match=r"^save: .*No space left"):
         engine.save_beside(tmp_path / "saved", room=0)
     assert list(tmp_path.iterdir()) == []

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
 
-from engine import MegaTrain, Recipe, state
+from engine import MegaTrain, Recipe, blockfile, state
 from tests.models import assert_same, make_engine, make_model, train
 from tests.twin import TwinLanes
 
@@ -216,17 +215,17 @@ def test_a_disk_that_fills_while_blocks_are_copied_leaves_training_alone(
     model, at, block, tmp_path, monkeypatch
 ):
     expected = train(make_engine(model, recipe=RECIPE), 4)
-    engine, save_file = make_engine(model, recipe=RECIPE), state.save_file
+    engine, write = make_engine(model, recipe=RECIPE), blockfile.write
     train(engine, 2)
 
-    def full(tensors, path, metadata):
+    def full(path, tensors, name):
         if path.stem == f"block-{block:04}":
-            raise SafetensorError("I/O error: No space left on device (os error 28)")
-        save_file(tensors, path, metadata)
+            raise OSError(28, "No space left on device")
+        return write(path, tensors, name)
 
     with monkeypatch.context() as patched:
         copier = Copier(patched, at)
-        patched.setattr(state, "save_file", full)
+        patched.setattr(blockfile, "write", full)
         engine.save_beside(tmp_path / "saved", room=ROOM)
         found = train(engine, 2, first=2)
         copier.go.set()

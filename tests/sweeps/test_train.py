@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from engine import blockfile
 from sweeps import train
 from sweeps.generations import Generations, Position
 from sweeps.training import duration
@@ -332,28 +333,24 @@ def test_the_log_is_mirrored_to_wandb(tmp_path):
 
 def test_a_disk_without_room_costs_a_state_and_not_the_run(tmp_path, monkeypatch, capfd):
     """No write succeeds but those of the last one."""
-    from engine import state
+    write = blockfile.write
 
-    write = state.save_file
-
-    def full(tensors: Any, path: Path, **more: Any) -> None:
+    def full(path: Path, *given: Any) -> tuple[int, str]:
         if "step-00000009" not in str(path):
             raise OSError(28, "No space left on device")
-        write(tensors, path, **more)
+        return write(path, *given)
 
-    monkeypatch.setattr(state, "save_file", full)
+    monkeypatch.setattr(blockfile, "write", full)
     assert trained(tmp_path, "train.steps=9", "train.save_every=2") == 0
     assert "not saved: " in capfd.readouterr().err
     assert (tmp_path / "states" / "step-00000009" / "state").is_dir()
 
 
 def test_a_last_state_that_is_not_saved_is_no_success(tmp_path, monkeypatch, capfd):
-    from engine import state
-
-    def full(*given: Any, **more: Any) -> None:
+    def full(*given: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(state, "save_file", full)
+    monkeypatch.setattr(blockfile, "write", full)
     assert trained(tmp_path, "train.steps=6") == 1
     assert "the last state was not saved" in capfd.readouterr().err
     assert not list((tmp_path / "states").glob("*/state"))
