@@ -76,7 +76,9 @@ def measure(
             "steady_tokens": sum(batch.num_tokens for batch in steps[1:]),
         }
         if saves:
-            saves.end(last=window + 1 == spec.windows)
+            emit("phase", name="saving")  # the window's clock and power end here
+            last = window + 1 == spec.windows
+            saves.end([(b, p[0]) for b, p in zip(steps, pending, strict=True)] if last else [])
         before, counted = counted, dict(system.counters())
         counters = {name: value - before.get(name, 0.0) for name, value in counted.items()}
         seen = {"seconds": seconds, "num_tokens": num_tokens, "counters": counters, **steady}
@@ -87,14 +89,20 @@ def measure(
             break
 
 
+AGAIN = 2
+"""Steps that are taken again from a resumed state: one shows its weights, the next its moments."""
+
+
 class Saves:
-    """A state that is saved beside each window and removed after it; the last is resumed from."""
+    """A state that is saved beside each window and removed after it; the last is resumed from, and
+    the steps that came after it are taken again."""
 
     def __init__(self, system: Any, folder: Path, *, room: int) -> None:
         """room: bytes of host memory for copies of what is saved."""
         self._system, self._folder, self._room = system, folder, room
         self.counters: dict[str, float] = {}
-        """resume_s: seconds that the last state took to be checked and read."""
+        """resume_s: seconds that the last state took to be checked and read; resumed_difference:
+        the largest difference between the losses of steps before and after, nats."""
         self.remove()  # one of a cell that was killed
 
     def reserve(self) -> None:
@@ -109,15 +117,23 @@ class Saves:
         else:
             self._system.save(self._folder)
 
-    def end(self, *, last: bool) -> None:
-        """Wait for what is still being written, which is no part of the window, and remove it."""
+    def end(self, taken: Sequence[tuple[Batch, torch.Tensor]]) -> None:
+        """Wait for what is still being written, which is no part of the window, and remove it.
+
+        taken: of the last window the steps since it was saved, and their losses: it is resumed.
+        """
         if hasattr(self._system, "saved"):
             self._system.saved()
-        if last:
+        if taken:
             started = time.perf_counter()
             self._system.resume(self._folder)
             self._system.drain()
             self.counters["resume_s"] = distributed.slowest(time.perf_counter() - started)
+            losses = [float(loss) for _, loss in taken[:AGAIN]]
+            again = [self._system.train_step(batch) for batch, _ in taken[:AGAIN]]
+            self._system.drain()
+            difference = max(abs(float(a) - b) for a, b in zip(again, losses, strict=True))
+            self.counters["resumed_difference"] = distributed.slowest(difference)
         self.remove()
 
     def remove(self) -> None:

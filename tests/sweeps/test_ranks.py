@@ -217,6 +217,7 @@ def test_a_cell_is_trained_on_two_ranks_as_on_one(tmp_path: Path) -> None:
     assert read_rows(tmp_path / "rows.jsonl") == [one, *rows]
     assert rows[1].counters["saved_bytes"] > 12 * (one.num_params or 0)
     assert rows[1].counters["resume_s"] > 0
+    assert rows[1].counters["resumed_difference"] == 0
     assert not list(tmp_path.glob(".state-*"))
 
 
