@@ -317,7 +317,6 @@ MUTANTS = (
         ("Z43", "self._store.on_disk.copy(block, self._copies[block][ON_DISK])", "pass", TIER),
         ("Z5", "files |= json.loads(said.read_text())", "pass", RANKED_STATE),
         ("Z6", "error = error or (OSError(said[0]) if said else None)", "pass", RANKED_STATE),
-        ("C11", "    sync(path)\n", ""),
         ("C13", 't.to("cpu", copy=True)', 't.to("cpu")', BESIDE),
         ("C14", "+ num_bytes > room:", "> room:"),
         ("C17", "any more\n            raise", "any more\n            return writes"),
@@ -332,6 +331,18 @@ MUTANTS = (
         ("C18", "last, self._last = self._last, None", "last = self._last"),
     ),
     *_changes(
+        "blockfile.py",
+        "test_state.py test_blockfile.py",
+        ("C11", "        os.fsync(file)\n", ""),
+        ("C41", "            sha256.update(piece)\n            _put", "            _put"),
+        ("C42", "+ start * tensor.itemsize", "+ start"),
+        (
+            "C43",
+            "            _copy(source[:count], pages[filled:])",
+            "            _copy(source[:count], pages)",
+        ),
+    ),
+    *_changes(
         "resuming.py",
         WHOLE,
         ("C2", "if not path.is_file():", "if False:", "test_engine_state.py"),
@@ -339,7 +350,7 @@ MUTANTS = (
         ("Z4", "num_parts), within(own, theirs), mine", "num_parts), mine, mine", RANKED_STATE),
         ("Z7", "refused = refused or (ValueError(said[0]) if said else None)", "pass", NONE_READS),
         ("C6", 'del wanted["master"]', "pass", "test_engine_state.py"),
-        ("C7", 'if digest(path) != expected.get("sha256"):', "if False:"),
+        ("C7", 'if blockfile.sha256_of(path) != expected.get("sha256"):', "if False:"),
         ("C9", "        _check_tensors(path", "        () or (path"),
         (
             "C10",
