@@ -36,8 +36,9 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     heldout: Sequence[Batch] = (),
     saves: Saves | None = None,
-) -> None:
-    """Train `spec.num_steps` steps of a system that is set up, and time the windows among them.
+) -> dict[str, float]:
+    """Train `spec.num_steps` steps of a system that is set up, and time the windows among them;
+    what the system counted until the last ended.
 
     What it saw leaves as `losses` events, one for the warm-up and one a window: first_step; losses,
     mean per label token, nats; gradient_norms, [] where the system does not tell; seconds, None for
@@ -77,16 +78,19 @@ def measure(
         }
         if saves:
             emit("phase", name="saving")  # the window's clock and power end here
-            last = window + 1 == spec.windows
-            saves.end([(b, p[0]) for b, p in zip(steps, pending, strict=True)] if last else [])
+            saves.finish()
         before, counted = counted, dict(system.counters())
         counters = {name: value - before.get(name, 0.0) for name, value in counted.items()}
         seen = {"seconds": seconds, "num_tokens": num_tokens, "counters": counters, **steady}
         _read(pending, first_step, emit, **seen)
+        if saves:
+            last = window + 1 == spec.windows
+            saves.end([(b, p[0]) for b, p in zip(steps, pending, strict=True)] if last else [])
         curve.trained(steps, seconds)
         curve.look()
         if window == 0 and num_tokens < spec.stop_below * seconds:
             break
+    return counted
 
 
 AGAIN = 2
@@ -117,13 +121,14 @@ class Saves:
         else:
             self._system.save(self._folder)
 
-    def end(self, taken: Sequence[tuple[Batch, torch.Tensor]]) -> None:
-        """Wait for what is still being written, which is no part of the window, and remove it.
-
-        taken: of the last window the steps since it was saved, and their losses: it is resumed.
-        """
+    def finish(self) -> None:
+        """Wait for what is still being written, which is no part of the window."""
         if hasattr(self._system, "saved"):
             self._system.saved()
+
+    def end(self, taken: Sequence[tuple[Batch, torch.Tensor]]) -> None:
+        """Remove it. taken: of the last window the steps since it was saved, and their losses: it
+        is resumed before."""
         if taken:
             started = time.perf_counter()
             self._system.resume(self._folder)

@@ -82,13 +82,13 @@ def _work(cell: Cell, emit: Emit, rates: Mapping[str, float] | None) -> None:
         given = saves if cell.measure.save else None
         if given:
             given.reserve()
-        bench.measure(system, steps, cell.measure, emit, heldout=follow, saves=given)
+        counted = bench.measure(system, steps, cell.measure, emit, heldout=follow, saves=given)
         cuda = spec.device.type == "cuda"
         allocated = distributed.gathered(torch.cuda.max_memory_allocated() if cuda else 0)
         reserved = distributed.gathered(torch.cuda.max_memory_reserved() if cuda else 0)
         emit(
             "done",
-            counters={name: float(v) for name, v in (system.counters() | saves.counters).items()},
+            counters={name: float(v) for name, v in (counted | saves.counters).items()},
             allocated_bytes=max(allocated) if cuda else None,
             reserved_bytes=max(reserved) if cuda else None,
             all_allocated_bytes=sum(allocated) if cuda else None,
