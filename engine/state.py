@@ -339,8 +339,10 @@ class Saver:
             return
         started, error = time.perf_counter(), last.exception()
         if self._ranks.count > 1 and not self._closing.is_set():
-            said = list(filter(None, self._ranks.texts(str(error or ""))))
-            error = error or (OSError(said[0]) if said else None)
+            # the first rank took the folder away while this one wrote: its error says why
+            gone = isinstance(error, FileNotFoundError) and self._ranks.index > 0
+            said = list(filter(None, self._ranks.texts("" if gone else str(error or ""))))
+            error = OSError(said[0]) if said and (gone or error is None) else error
             if error is not None and self._scratch is not None:
                 # a rank may have written after the first gave up
                 shutil.rmtree(self._scratch, ignore_errors=True)
@@ -403,7 +405,7 @@ def _write_block(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[str, dic
     try:
         num_bytes, sha256 = blockfile.write(path, tensors, path.stem)
     except OSError as error:
-        raise OSError(
+        raise type(error)(
             f"save: {path.parent.parent}: {error.strerror or error}, allowed a disk with room; "
             "make room or choose another"
         ) from error

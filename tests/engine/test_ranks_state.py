@@ -4,6 +4,7 @@ or absent too."""
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -130,16 +131,29 @@ def test_where_one_rank_cannot_write_no_directory_appears(tmp_path, monkeypatch)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_where_the_first_rank_cannot_commit_the_others_say_so(tmp_path, monkeypatch):
+@pytest.mark.parametrize("late", [None, "_commit", "_take"])
+def test_where_the_first_rank_cannot_commit_the_others_say_so(late, tmp_path, monkeypatch):
+    """late: what the other begins when the folder that it is to write in has gone already."""
+
     def fails(self: Saver, whole: Path, files: Any) -> Any:
         raise OSError("no room")
 
     monkeypatch.setattr(Saver, "_of_all", fails)
+    if late:
+        begins = getattr(Saver, late)
+
+        def once_gone(self: Saver, *given: Any) -> None:
+            while self._ranks.index and (self._scratch is None or self._scratch.exists()):
+                time.sleep(0.001)
+            begins(self, *given)
+
+        monkeypatch.setattr(Saver, late, once_gone)
 
     def work(ranks: Ranks) -> None:
         engine = engine_of(CASES[0], ranks)
-        with pytest.raises(OSError, match="no room"):
-            engine.save(tmp_path / "state")
+        engine.save_beside(tmp_path / "state", room=1 << 30)
+        with pytest.raises(OSError, match="^no room$"):
+            engine.saved()
 
     on_ranks(2, work)
     assert list(tmp_path.iterdir()) == []
