@@ -84,8 +84,7 @@ def measure(
         seen = {"seconds": seconds, "num_tokens": num_tokens, "counters": counters, **steady}
         _read(pending, first_step, emit, **seen)
         if saves:
-            last = window + 1 == spec.windows
-            saves.end([(b, p[0]) for b, p in zip(steps, pending, strict=True)] if last else [])
+            saves.end(last=window + 1 == spec.windows)
         curve.trained(steps, seconds)
         curve.look()
         if window == 0 and num_tokens < spec.stop_below * seconds:
@@ -93,21 +92,14 @@ def measure(
     return counted
 
 
-AGAIN = 2
-"""Steps that are taken again from a resumed state: one shows its weights, the next its moments."""
-
-
 class Saves:
-    """A state that is saved beside each window and removed after it; the last is resumed from, and
-    the steps that came after it are taken again."""
+    """A state that is saved beside each window and removed after it; the last stays, for another
+    process to resume."""
 
     def __init__(self, system: Any, folder: Path, *, room: int) -> None:
         """room: bytes of host memory for copies of what is saved."""
         self._system, self._folder, self._room = system, folder, room
-        self.counters: dict[str, float] = {}
-        """resume_s: seconds that the last state took to be checked and read; resumed_difference:
-        the largest difference between the losses of steps before and after, nats."""
-        self.remove()  # one of a cell that was killed
+        self._remove()  # one of a cell that was killed
 
     def reserve(self) -> None:
         """Once the system is set up: take the memory of copies, where it makes any."""
@@ -126,23 +118,12 @@ class Saves:
         if hasattr(self._system, "saved"):
             self._system.saved()
 
-    def end(self, taken: Sequence[tuple[Batch, torch.Tensor]]) -> None:
-        """Remove it. taken: of the last window the steps since it was saved, and their losses: it
-        is resumed before."""
-        if taken:
-            started = time.perf_counter()
-            self._system.resume(self._folder)
-            self._system.drain()
-            self.counters["resume_s"] = distributed.slowest(time.perf_counter() - started)
-            losses = [float(loss) for _, loss in taken[:AGAIN]]
-            again = [self._system.train_step(batch) for batch, _ in taken[:AGAIN]]
-            self._system.drain()
-            difference = max(abs(float(a) - b) for a, b in zip(again, losses, strict=True))
-            self.counters["resumed_difference"] = distributed.slowest(difference)
-        self.remove()
+    def end(self, *, last: bool) -> None:
+        """After a window: remove it, but the last."""
+        if not last:
+            self._remove()
 
-    def remove(self) -> None:
-        """Remove what is there."""
+    def _remove(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

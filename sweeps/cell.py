@@ -16,6 +16,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from sweeps import ranks
@@ -24,6 +25,8 @@ from sweeps.events import Emitter
 from sweeps.isolate import guarded
 
 Emit = Callable[..., None]
+BESIDE = ("rates", "first_step")
+"""What comes with a config and is no part of it."""
 
 
 def cap_device_memory(num_bytes: int) -> None:
@@ -46,22 +49,34 @@ def work(cell: Cell, emit: Emit, rates: Mapping[str, float] | None = None) -> No
         _work(cell, say, rates)
 
 
+def built(cell: Cell, rates: Mapping[str, float] | None) -> Any:
+    """The cell's system, in this process. Raises ValueError for what it cannot train."""
+    from baselines.model_check import require_runnable
+    from engine import Rates
+    from sweeps import outlook
+
+    if cell.machine.device == "cuda" and cell.machine.device_bytes:
+        cap_device_memory(cell.machine.device_bytes)
+    require_runnable(cell.model)
+    return outlook.built(cell, rates=Rates(**rates) if rates else None)
+
+
+def state_folder(cell: Cell) -> Path:
+    """Where the state that is saved beside a window lies."""
+    return cell.output_dir / f".state-{cell.hash}"
+
+
 def _work(cell: Cell, emit: Emit, rates: Mapping[str, float] | None) -> None:
     import torch
 
     from baselines import distributed
     from baselines.checkpoint import starting_weights
-    from baselines.model_check import require_runnable
-    from engine import Rates
     from sweeps import bench, exact_match, heldout, outlook
     from sweeps.text import stream_of
 
     spec = cell.spec()
-    if cell.machine.device == "cuda" and cell.machine.device_bytes:
-        cap_device_memory(cell.machine.device_bytes)
     try:
-        require_runnable(cell.model)
-        system = outlook.built(cell, rates=Rates(**rates) if rates else None)
+        system = built(cell, rates)
         expected = outlook.outlook_of(system, cell)
         steps = stream_of(cell)
         asked = exact_match.questions(cell, steps)
@@ -75,20 +90,19 @@ def _work(cell: Cell, emit: Emit, rates: Mapping[str, float] | None) -> None:
         return
     emit("phase", name=getattr(system, "setup_phase", "setup"))
     model, room = None, outlook.spare_host_bytes(expected, cell)
-    saves = bench.Saves(system, cell.output_dir / f".state-{cell.hash}", room=room)
-    with _given_back(system, saves):
+    with given_back(system):
         system.setup(starting_weights(spec.model, cell.seed, spec.dtype, spec.device))
         follow = heldout.batches(cell) if cell.measure.heldout_every_window else ()
-        given = saves if cell.measure.save else None
-        if given:
-            given.reserve()
-        counted = bench.measure(system, steps, cell.measure, emit, heldout=follow, saves=given)
+        saves = bench.Saves(system, state_folder(cell), room=room) if cell.measure.save else None
+        if saves:
+            saves.reserve()
+        counted = bench.measure(system, steps, cell.measure, emit, heldout=follow, saves=saves)
         cuda = spec.device.type == "cuda"
         allocated = distributed.gathered(torch.cuda.max_memory_allocated() if cuda else 0)
         reserved = distributed.gathered(torch.cuda.max_memory_reserved() if cuda else 0)
         emit(
             "done",
-            counters={name: float(v) for name, v in (counted | saves.counters).items()},
+            counters={name: float(v) for name, v in counted.items()},
             allocated_bytes=max(allocated) if cuda else None,
             reserved_bytes=max(reserved) if cuda else None,
             all_allocated_bytes=sum(allocated) if cuda else None,
@@ -112,14 +126,13 @@ def _work(cell: Cell, emit: Emit, rates: Mapping[str, float] | None) -> None:
 
 
 @contextlib.contextmanager
-def _given_back(system: Any, saves: Any) -> Iterator[None]:
+def given_back(system: Any) -> Iterator[None]:
     """At the end give back what a system holds; a rank that raises does not, see `ranks.joined`."""
     try:
         yield
     finally:
         if not (ranks.is_rank() and sys.exception()):
             system.close()
-            saves.remove()
 
 
 def _trained(system: Any, cell: Cell) -> Any:
@@ -133,16 +146,17 @@ def _trained(system: Any, cell: Cell) -> Any:
     return None
 
 
-def main() -> int:
-    """Exit code 0 when the cell said `done`, was refused or was invalid; 1 when it failed."""
+def main(life: Callable[..., None] = work) -> int:
+    """Read the config and do what there is to do: `work`, or what sweeps.again does. Exit code 0
+    when the cell said `done`, was refused or was invalid; 1 when it failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--events-fd", type=_descriptor, required=True)
     emit = Emitter(parser.parse_args().events_fd)
     with open("/proc/self/fd/0") as config_file:  # from its beginning, which ranks share
         config = json.load(config_file)
-    rates = config.pop("rates", None)
+    beside = {name: config.pop(name) for name in BESIDE if name in config}
     cell = cell_from(config)
-    return guarded(lambda: work(cell, emit, rates), ranks.naming(emit))
+    return guarded(lambda: life(cell, emit, **beside), ranks.naming(emit))
 
 
 def _descriptor(text: str) -> int:

@@ -109,6 +109,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
     },
     "rank_at": {"rank": whole, "of": whole, "collectives": whole},
     "rank_ended": {"rank": whole, "exit_code": number},
+    "resumed": {"seconds": positive, "losses": every(number)},
     "heldout": {"loss": number},
     "exact_match": {"share": number, "num_questions": whole},
     "evaluated": {"step": whole, "tokens": whole, "seconds": number, "loss": number},

@@ -51,6 +51,8 @@ class Outcome:
     """Seconds that its process lived."""
     crowd_device_bytes: int | None = None
     """Device memory that others held, as sweeps.study saw it."""
+    resumed: dict[str, float] = field(default_factory=dict)
+    """What became of the state that it saved, as sweeps.again saw it."""
 
     def last(self, name: str) -> Event:
         """The latest event of that name, or an empty one."""

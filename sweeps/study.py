@@ -11,17 +11,20 @@ import contextlib
 import dataclasses
 import datetime
 import math
+import shutil
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sweeps import ceilings, environment, lock, ranks
+from sweeps import again, ceilings, environment, lock, ranks
 from sweeps.agreement import compared
+from sweeps.cell import state_folder
 from sweeps.config import Cell
 from sweeps.identity import hashed, published, relabelled
 from sweeps.isolate import Event, Outcome, run_isolated
-from sweeps.memory import Crowd, device_sampler
+from sweeps.memory import Crowd, DeviceSampler, device_sampler
 from sweeps.places import named
 from sweeps.result import Row, host_split
 from sweeps.rows import Rows, room_for_row
@@ -139,36 +142,57 @@ def _measured(cell: Cell, label: str, rows: Rows, deadline: float, refused: Outc
 def _run(
     cell: Cell, rows: Rows, on_event: Callable[[Event], None], deadline: float
 ) -> tuple[Outcome, dict[str, Any]]:
-    """What became of the cell in a process of its own, and the machine that it ran on."""
+    """What became of the cell in a process of its own, of the state that it saved in another, and
+    the machine that they ran on."""
     log = cell.output_dir / "logs" / f"{cell.system}-{cell.hash}.log"
     device = device_sampler(cell.machine.device, cell.process.num_gpus)
     if (crowd := device.crowd()) is not None:
         print(f"  machine.device: {crowd}", flush=True)
     peaks = ceilings.cached_peaks(cell.output_dir, cell.machine.device)
     rates, left_s = known_rates(cell, rows), deadline - time.monotonic()
-    timeout_s = min(left_s, cell.process.timeout_s)
+    start = partial(_isolated, cell, device, deadline)
     try:
-        with ranks.started(cell.process.num_ranks, timeout_s) as (module, variables):
-            outcome = run_isolated(
-                module,
-                {**cell.config, **({"rates": rates} if rates else {})},
-                log=log,
-                timeout_s=timeout_s,
-                device=device,
-                on_event=on_event,
-                env=variables | environment.cell_variables(cell.process),
-                wrapper=cell.process.wrapper,
-                num_ranks=cell.process.num_ranks,
-            )
+        beside = {"rates": rates} if rates else {}
+        outcome = start("sweeps.cell", log, on_event, **beside)
+        if outcome.timed_out and left_s < cell.process.timeout_s:
+            _require_all_measured(cell, outcome)
+        if cell.measure.save and outcome.status == "ok":
+            print("  another process resumes the state of its last window", flush=True)
+            again.hold_against(outcome, partial(start, log=log.with_suffix(".resumed.log")))
     except ValueError:
         log.unlink(missing_ok=True)
         raise
-    if outcome.timed_out and left_s < cell.process.timeout_s:
-        _require_all_measured(cell, outcome)
+    finally:
+        shutil.rmtree(state_folder(cell), ignore_errors=True)
     if crowd is None and outcome.status == "oom_device":  # somebody may have come later
         crowd = device.crowd()
     _blame(outcome, crowd)
     return outcome, environment.machine(cell.machine, peaks)
+
+
+def _isolated(
+    cell: Cell,
+    device: DeviceSampler,
+    deadline: float,
+    module: str,
+    log: Path,
+    on_event: Callable[[Event], None],
+    **beside: Any,
+) -> Outcome:
+    """Run a module on the cell's ranks, with its config and what is beside it."""
+    timeout_s = min(deadline - time.monotonic(), cell.process.timeout_s)
+    with ranks.started(cell.process.num_ranks, timeout_s, module) as (runs, variables):
+        return run_isolated(
+            runs,
+            {**cell.config, **beside},
+            log=log,
+            timeout_s=timeout_s,
+            device=device,
+            on_event=on_event,
+            env=variables | environment.cell_variables(cell.process),
+            wrapper=cell.process.wrapper,
+            num_ranks=cell.process.num_ranks,
+        )
 
 
 def _require_all_measured(cell: Cell, outcome: Outcome) -> None:
@@ -274,7 +298,7 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
         host_bytes=outcome.peak_host,
         host_split=split if measured else {},
         plan=plan.get("plan", {}) | predicted.get("prediction", {}),
-        counters=dict(done.get("counters", {})),
+        counters=dict(done.get("counters", {})) | outcome.resumed,
         window_counters=[dict(item.get("counters", {})) for item in windows if measured],
         machine=machine,
         versions=environment.versions(),

@@ -152,7 +152,7 @@ def test_where_the_first_rank_cannot_commit_the_others_say_so(late, tmp_path, mo
     def work(ranks: Ranks) -> None:
         engine = engine_of(CASES[0], ranks)
         engine.save_beside(tmp_path / "state", room=1 << 30)
-        with pytest.raises(OSError, match="^no room$"):
+        with pytest.raises(OSError, match=r"^no room$"):
             engine.saved()
 
     on_ranks(2, work)
