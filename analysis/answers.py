@@ -98,7 +98,7 @@ def _effect(study: Study, ready: pd.DataFrame) -> str:
         return "The two settings of the question were not both measured in this run."
     known = _known(speeds.ratio(new.iloc[0], old.iloc[0]), change=True)
     going = f"{' to '.join(names.value(x, end) for end in ends)} {names.setting(x)}"
-    going += f", with {' and '.join(_at(at, path) for path in at)}," if at else ""
+    going += f", with {' and '.join(_at(new.iloc[0], path) for path in at)}," if at else ""
     return f"Going from {going} changes tokens/s by {known}."
 
 

@@ -22,7 +22,15 @@ import psutil
 
 from sweeps import runfile
 from sweeps.agreement import COMPARED_STEPS, compared, is_compiled
-from sweeps.identity import FALLBACK, configuration, file_id, flat, in_force
+from sweeps.identity import (
+    FALLBACK,
+    PLAIN,
+    configuration,
+    file_id,
+    flat,
+    in_force,
+    products_of,
+)
 from sweeps.result import Row, host_split, read_rows
 from sweeps.runfile import Tagged
 
@@ -173,6 +181,7 @@ def _record(item: Tagged, together: Sequence[Row]) -> dict[str, Any]:
         "family": family,
         "mode": mode,
         "fallback": bool(row.config.get("system", {}).get(FALLBACK)),
+        "plain": products_of(row.config) == PLAIN,
         "machine": machine_name(row.machine),
         "machine_details": row.machine,
         "boot": row.machine.get("boot"),

@@ -17,6 +17,9 @@ from scipy import stats
 
 from sweeps.agreement import ADAPTERS, REFERENCE
 
+FLOAT8 = "float8"
+"""The experiment that varies what layers multiply in."""
+
 LEVEL = 0.95
 MIN_SAMPLES = 3
 LINE = ["study", "run", "configuration", "family", "mode"]
@@ -125,9 +128,10 @@ def ratio(first: Any, base: Any) -> Ratio:
 
 def comparable(found: pd.DataFrame) -> pd.Series:
     """Which lines may be held against others: measured, not in a fallback, of equal losses and of
-    the same function."""
+    the same function, but where that is what a study varies."""
     differs = found["agrees"].eq(False) & found["system"].ne("in_memory")
     same = ~differs & ~found["fallback"] & ~found["system"].isin(ADAPTERS)
+    same &= found["plain"] | found["experiment"].eq(FLOAT8)
     return found["tokens_per_s"].notna() & same
 
 

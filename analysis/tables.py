@@ -106,14 +106,14 @@ def ratios(study: Study, lines: pd.DataFrame) -> pd.Series:
 
 def base_of(study: Study, lines: pd.DataFrame, line: Any = None) -> Any:
     """What a line is held against, or None. Systems: the fastest plain ZeRO-3, else the fastest
-    rival. Systems along x: ZeRO-3 at the same x. Settings: the line at x = effect.from, else the
-    first."""
+    rival. Systems along x: ZeRO-3 at the same x. Where an effect is asked for: the line at x =
+    effect.from of the same hue. Other settings: the first."""
     ready = lines[speeds.comparable(lines)]
     if study.compares:
         wanted = ready[ready["family"] == "zero3"]
         ready = wanted if len(wanted) else ready[speeds.rivals(ready)]
         return speeds.fastest(ready) if len(ready) else None
-    if study.hue == "system":
+    if study.hue == "system" and not study.effect:
         ready = ready[(ready[study.x] == line[study.x]) & (ready["family"] == "zero3")]
     elif study.effect:
         ready = ready[ready[study.x] == study.effect["from"]]

@@ -12,16 +12,18 @@ as it was.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import ClassVar
 
 import torch
+from torch import nn
 
 from baselines import footprint
 from baselines.fsdp2 import Fsdp2, Fsdp2Options
 from baselines.loss import CausalLMLoss, loss_of
-from baselines.model import count_params, materialise
-from baselines.options import CommonOptions
+from baselines.model import count_params, decoder_layers, materialise
+from baselines.options import CommonOptions, one_of
 from baselines.rival import (
     FiniteFlag,
     TorchRival,
@@ -30,8 +32,27 @@ from baselines.rival import (
     micro_batches,
     set_lr,
 )
-from baselines.system import SystemSpec, TrainingSystem
-from engine import Batch, NonFiniteLossError, Plan, norm_of
+from baselines.system import SystemSpec, TrainingSystem, Unsupported
+from engine import (
+    FLOAT8,
+    PLAIN,
+    PRODUCTS,
+    Batch,
+    NonFiniteLossError,
+    Plan,
+    multiplies_in_float8,
+    norm_of,
+    require_float8,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InMemoryOptions(CommonOptions):
+    """Options of `InMemory`."""
+
+    products: str = one_of(*PRODUCTS)
+    """What the layers' linear products are computed in: plain (the dtype of the weights) or float8,
+    by torchao's recipe `tensorwise`: the reference of the engine's."""
 
 
 def build(spec: SystemSpec) -> TrainingSystem:
@@ -42,22 +63,40 @@ def build(spec: SystemSpec) -> TrainingSystem:
 class ShardedInMemory(Fsdp2):
     """FSDP2 that offloads nothing, with the options of `InMemory`."""
 
-    options_class: ClassVar[type[CommonOptions]] = CommonOptions
+    options_class: ClassVar[type[CommonOptions]] = InMemoryOptions
     offloads: ClassVar[bool] = False
 
     def __init__(self, spec: SystemSpec) -> None:
         super().__init__(spec)
-        self.options = Fsdp2Options(**dataclasses.asdict(self.options))
+        given = dataclasses.asdict(self.options)
+        if (products := given.pop("products")) != PLAIN:
+            raise ValueError(
+                f"system.products: got {products!r} on {spec.num_ranks} ranks, allowed {PLAIN} "
+                "there with system in_memory; take one rank"
+            )
+        self.options = Fsdp2Options(**given)
 
 
 class InMemory(TorchRival):
     """Plain training on one device, as a `TrainingSystem`."""
 
+    options_class: ClassVar[type[CommonOptions]] = InMemoryOptions
     options: CommonOptions
 
     def __init__(self, spec: SystemSpec) -> None:
         super().__init__(spec)
         self.loss: CausalLMLoss | None = None
+        options = self.options
+        self._float8 = isinstance(options, InMemoryOptions) and options.products == FLOAT8
+        if self._float8:
+            num_tokens = spec.shape.micro_batch_size * spec.shape.seq_len
+            require_float8(spec.dtype, spec.device, num_tokens)
+            if importlib.util.find_spec("torchao") is None:
+                raise Unsupported(
+                    "torchao, which multiplies in float8 here, is not installed; pip install "
+                    "'megatrain-bench[torchao]'"
+                )
+            self.caveat = "the layers multiply in float8: another function than bf16's"
 
     def plan(self) -> Plan:
         """Closed-form bytes: 18 per parameter with a bf16 module, 16 in fp32; activations."""
@@ -76,6 +115,8 @@ class InMemory(TorchRival):
         """Load the weights and make the master, the gradients and the optimizer."""
         spec = self.spec
         model = materialise(spec.model, spec.dtype, spec.device, weights)
+        if self._float8:
+            _use_float8(decoder_layers(model), spec.device)
         self.loss = loss_of(model, self.options)
         self._params: dict[str, torch.Tensor] = dict(model.named_parameters())
         self._masters = self._params
@@ -195,3 +236,15 @@ class InMemory(TorchRival):
             self.loss = None
             del self._params, self._masters, self._optimizer, self._flag
         super().close()
+
+
+def _use_float8(layers: Iterable[nn.Module], device: torch.device) -> None:
+    """Have torchao multiply in float8 where the engine does; on a CPU, which has no such kernels of
+    its, with operands that are rounded to float8 and back."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig(emulate=device.type == "cpu")
+    for layer in layers:
+        convert_to_float8_training(
+            layer, module_filter_fn=lambda module, _: multiplies_in_float8(module), config=config
+        )

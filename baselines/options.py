@@ -52,6 +52,12 @@ def text(what: str) -> Any:
     return dataclasses.field(default=None, metadata={"rule": rule})
 
 
+def one_of(*words: str) -> Any:
+    """A field of options that is one of these words, the first by default."""
+    rule = Rule(lambda value: value in words, f"{' or '.join(words)}; choose one of these")
+    return dataclasses.field(default=words[0], metadata={"rule": rule})
+
+
 def _integer(least: int, default: int) -> Rule:
     return Rule(
         lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least,

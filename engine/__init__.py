@@ -7,9 +7,10 @@ safetensors. Start reading at `step.py`, the order of one step, and `executor.py
 
 from engine.adamw import clip_scale, norm_of
 from engine.blocks import Fate
-from engine.config import EngineConfig, RefusedError
+from engine.config import FLOAT8, PLAIN, PRODUCTS, EngineConfig, RefusedError
 from engine.kernel import KernelError, cache_directory, native
 from engine.layers.decoder import find_layers
+from engine.layers.float8 import multiplies_in_float8, require_float8
 from engine.layers.packing import document_numbers, is_packed, packed, refuse_mixing
 from engine.layers.template import KEEP_BUDGET
 from engine.megatrain import MegaTrain
@@ -32,9 +33,12 @@ from engine.swap import SwapFolder, left_behind
 from engine.timeline import Timeline
 
 __all__ = [
+    "FLOAT8",
     "HOST_OVERHEAD",
     "IGNORE_INDEX",
     "KEEP_BUDGET",
+    "PLAIN",
+    "PRODUCTS",
     "USABLE_DEVICE",
     "Batch",
     "EngineConfig",
@@ -62,11 +66,13 @@ __all__ = [
     "layer_activation_bytes",
     "left_behind",
     "logits_bytes",
+    "multiplies_in_float8",
     "native",
     "norm_of",
     "packed",
     "pinned_rounding",
     "refuse_mixing",
+    "require_float8",
     "require_sealed",
     "seal",
     "sync",

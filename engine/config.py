@@ -17,6 +17,9 @@ PINNED = ("exact", "torch", "none")
 """How memory that a DMA touches is held: one registered arena of exact size; one buffer a block
 from torch's pinned allocator, which rounds each up to a power of two; or pageable, which the driver
 copies through a staging buffer while the caller waits."""
+PLAIN, FLOAT8 = "plain", "float8"
+PRODUCTS = (PLAIN, FLOAT8)
+"""What layers multiply in: the dtype of the weights, or float8."""
 STREAMS = (1, 2, 3)
 MAX_THREADS = 4096
 """More than a host has cores. OpenMP sets up a team on the caller's stack: it stood 20,000 threads,
@@ -79,6 +82,9 @@ class EngineConfig:
     mlp_chunk: int = 0
     """Tokens that a layer's MLP takes at a time, for long contexts: MLP-wide values exist for these
     alone. 0, and a micro-batch of no more tokens, takes all at once."""
+    products: str = PLAIN
+    """What the layers' linear products are computed in: plain (the dtype of the weights) or float8
+    (each operand scaled to its range), which trains another function and needs bfloat16."""
     master: str = "split"
     """Master of a bfloat16 run: split (fp32, as bf16 weight + int16 remainder), fp32 (apart), bf16
     (the weight, as published)."""
@@ -118,6 +124,7 @@ class EngineConfig:
             )
         self._check_one_of("streams", STREAMS, "1, 2 or 3", "3 overlaps the most")
         self._check_one_of("master", MASTERS, ", ".join(MASTERS), "split is the smallest exact one")
+        self._check_one_of("products", PRODUCTS, ", ".join(PRODUCTS), "plain is exact")
         self._check_one_of("pinned", PINNED, ", ".join(PINNED), "exact is the fastest and smallest")
 
     def _check_least(self, name: str, least: int) -> None:

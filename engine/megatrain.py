@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from engine.asked import asked_of, check_work, require_folders, rows_of
-from engine.config import EngineConfig
+from engine.config import FLOAT8, EngineConfig
 from engine.disk import caveat_of
 from engine.lanes import CudaLanes, Lanes
-from engine.layers.decoder import Decoder
+from engine.layers.decoder import Decoder, find_layers
+from engine.layers.float8 import require_float8, use_float8
 from engine.layers.rehearsal import rehearse
 from engine.planner.planner import Machine, Planner
 from engine.planner.rates import Rates
@@ -70,6 +71,9 @@ class MegaTrain(Trainer):
         rows = rows_of(micro_batch_size, ranks)
         if config.mlp_chunk >= rows * seq_len:
             config = replace(config, mlp_chunk=0)
+        if config.products == FLOAT8:
+            require_float8(dtype, device, rows * seq_len, chunk=config.mlp_chunk)
+            use_float8(find_layers(model)[1])
         decoder = Decoder(model, mlp_chunk=config.mlp_chunk)
         rehearse(decoder, dtype=dtype, device=device, micro_batch=(rows, seq_len))
         asked = asked_of(config, num_layers=decoder.num_layers, clip=recipe.clip_norm > 0)
@@ -127,6 +131,8 @@ class MegaTrain(Trainer):
         found = []
         if self.work.dtype == torch.bfloat16 and self.config.master == "bf16":
             found.append("bfloat16 weights are the master, as published: small updates are lost")
+        if self.config.products == FLOAT8:
+            found.append("the layers multiply in float8: another function than bf16's")
         if self.blocks.disk_blocks and (said := caveat_of(self.folders)):
             found.append(said)
         if self.config.torch_adamw:
@@ -145,7 +151,8 @@ class MegaTrain(Trainer):
             "bf16": "bfloat16",
         }
         master = name if name == "float32" else masters[self.config.master]
-        return {"weights": name, "master": master, "moments": "float32", "gradients": name}
+        found = {"weights": name, "master": master, "moments": "float32", "gradients": name}
+        return found | ({"products": FLOAT8} if self.config.products == FLOAT8 else {})
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, fp32 copy on the host) of every parameter."""

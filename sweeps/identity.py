@@ -46,8 +46,9 @@ NEUTRAL = (
     FALLBACK,
 )
 """Knobs that are as good as not there while they are 0, false or empty."""
-LEFT_OPEN = {"reload_weights": -1}
-"""Knobs that are as good as not there while the cost model chooses, and what they then stand at."""
+LEFT_OPEN = {"reload_weights": -1, "products": "plain"}
+"""Knobs that are as good as not there at this value, which leaves all as it was before them."""
+PLAIN = LEFT_OPEN["products"]
 RANKS = ("num_gpus", "num_cpu_ranks")
 """Fields of process that are as good as not there while they are 1."""
 MOVED = {
@@ -156,6 +157,7 @@ def in_force(config: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("system", "process"):
         groups[name] = effective(groups.get(name, {}))
     groups["process"] = {**dict.fromkeys(RANKS, 1), **groups["process"]}
+    groups["system"] = {"products": PLAIN, **groups["system"]}
     if groups["system"].get("name") == "megatrain":
         groups["system"] = {"disk_blocks": 0, **groups["system"]}
     if "recipe" in groups:
@@ -259,8 +261,14 @@ def comparison_key(config: Mapping[str, Any]) -> str:
             **shared,
             "machine": {"device": config["machine"]["device"]},
             "dtype": config["system"]["dtype"],
+            **({"products": products} if (products := products_of(config)) != PLAIN else {}),
         }
     )
+
+
+def products_of(config: Mapping[str, Any]) -> str:
+    """What the layers of a config of any age multiply in."""
+    return str(config.get("system", {}).get("products", PLAIN))
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -33,7 +33,7 @@ from engine import Machine, MegaTrain, Plan, Rates
 from sweeps import environment, flops
 from sweeps.config import Cell, cell_from
 from sweeps.events import Emitter
-from sweeps.identity import configuration
+from sweeps.identity import PLAIN, configuration, products_of
 from sweeps.isolate import Event, Outcome, guarded, run_isolated
 from sweeps.memory import NoDevice
 
@@ -115,7 +115,8 @@ def outlook_of(system: Any, cell: Cell, *, elsewhere: bool = False) -> Outlook:
         }
     ]
     on_gpu = cell.machine.device == "cuda"
-    if on_gpu and cell.dtype == "bfloat16" and isinstance(system, MegaTrain):  # rates are bf16's
+    plain = cell.dtype == "bfloat16" and products_of(cell.config) == PLAIN  # as rates are
+    if on_gpu and plain and isinstance(system, MegaTrain):
         events.append({"event": "predicted", "prediction": _prediction(system, cell)})
     lacking = None if elsewhere else lacks_gpus(cell)
     return Outlook(events=events, refusal=lacking or refusal_of(plan, cell))

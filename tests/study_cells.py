@@ -12,6 +12,7 @@ STUDIES: dict[str, dict[str, str]] = {
     "device_memory": TINY
     | {"machine.device_bytes": "16000000000,24000000000", "system": "megatrain"},
     "double_buffering": TINY | {"system.depth": "1,2", "system.streams": "3"},
+    "float8": TINY | {"system.products": "plain,float8", "system": "megatrain"},
     "gradient_slabs": TINY | {"system.gradient_slabs": "0,2"},
     "ladder": TINY | {"+rung": "0_paper,4_recompute_once"},
     # The second has no room.

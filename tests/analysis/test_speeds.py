@@ -160,6 +160,20 @@ def test_what_differs_is_not_comparable() -> None:
     assert list(speeds.comparable(lines.reset_index())) == [True, False, False]
 
 
+@pytest.mark.parametrize(("experiment", "held"), [("zero3_7b", False), ("float8", True)])
+def test_float8_is_held_against_nothing_but_where_it_is_what_varies(
+    experiment: str, held: bool
+) -> None:
+    given = [
+        measured(repeat, "megatrain", [1.0 / repeat] * 3, agrees=True, experiment=experiment)
+        for repeat in (1, 2)
+    ]
+    given[1].config["system"] |= {"products": "float8", "preset": "fast_float8"}
+    lines = lines_of(given).reset_index()
+    assert list(speeds.comparable(lines[lines["plain"]])) == [True]
+    assert list(speeds.comparable(lines[~lines["plain"]])) == [held]
+
+
 @pytest.mark.parametrize(
     ("ranks", "told"), [([1, 1], "one H200"), ([4, 4], "4 H200s"), ([1, 8, 2], "1 to 8 H200s")]
 )

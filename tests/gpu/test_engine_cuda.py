@@ -16,6 +16,7 @@ import torch
 
 from baselines.model import skip_packed_sequence_check
 from engine import Recipe, norm_of
+from engine.layers.float8 import CAPABILITY
 from engine.layout import BLOCK_ALIGNMENT
 from engine.store import Arena
 from tests.models import make_batch, make_engine, make_model
@@ -239,6 +240,24 @@ def test_kept_and_offloaded_activations_give_the_bits_of_recomputed_ones(clip_no
         assert found[0] == reference[0], options
         for name, value in found[1].items():
             assert torch.equal(value, reference[1][name]), (name, options)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < CAPABILITY,
+    reason="multiplies no float8",
+)
+def test_float8_products_give_the_same_bits_wherever_activations_wait():
+    model = make_model("qwen2", dtype=torch.bfloat16, **SHAPE)
+    plain, reference = train(model), train(model, products="float8")
+    assert reference[0] != plain[0]
+    assert reference[0] == pytest.approx(plain[0], abs=2e-2)
+    for options in ({"keep_activations": 4, "reload_weights": 1}, {"offload_activations": 3}):
+        found = train(model, products="float8", poison=True, **options)
+        assert found[0] == reference[0], options
+        for name, value in found[1].items():
+            assert torch.equal(value, reference[1][name]), (name, options)
+    compiled = train(model, products="float8", compile=True, keep_activations=2)
+    assert compiled[0] == pytest.approx(reference[0], abs=1e-2)
 
 
 @pytest.mark.parametrize(

@@ -423,6 +423,30 @@ MUTANTS = (
         ("G8", "else self.slots[op.slot]", "else self.slots[0]", DECLARED),
     ),
     *_changes(
+        "layers/float8.py",
+        "test_float8.py",
+        (
+            "F1",
+            "flat = _scaled(hidden.reshape(-1, hidden.shape[-1]), E4M3)\n        grad_hidden",
+            "flat = _scaled(hidden.reshape(-1, hidden.shape[-1]), E5M2)\n        grad_hidden",
+        ),
+        (
+            "F2",
+            "_scaled(grads[0].reshape(-1, weight.shape[0]), E5M2)",
+            "_scaled(grads[0].reshape(-1, weight.shape[0]), E4M3)",
+        ),
+        ("F3", ".to(dtype), scale.reciprocal()", ".to(dtype), scale"),
+        ("F4", ".clamp(min=LEAST)", ""),
+        ("F5", "return output if self.bias is None else output + self.bias", "return output"),
+        (
+            "F6",
+            "_times(grad, _turned(_scaled(weight, E4M3)))",
+            "_times(grad, _turned(_scaled(2 * weight, E4M3)))",
+        ),
+        ("F7", "in (num_tokens, chunk)", "in (num_tokens,)"),
+        ("F8", "not any(side % MULTIPLE for", "all(side % MULTIPLE == 0 or side > 16 for"),
+    ),
+    *_changes(
         "layers/attention.py",
         KEPT_ATTENTION,
         ("AT1", "self._next += 1", "pass"),

@@ -137,8 +137,12 @@ def test_hash_covers(other: str) -> None:
 
 @pytest.mark.slow
 def test_comparison_key_spans_systems_of_one_dtype() -> None:
-    keys = {comparison_key(composed(f"system={name}").config) for name in GROUPS["system"]}
-    assert len(keys) == 1
+    """And of one kind of product, in which in_memory is the reference of the others."""
+    cells = [composed(f"system={name}") for name in GROUPS["system"]]
+    cells.append(composed("system=in_memory", "system.products=float8"))
+    kinds = {(cell.options.get("products", "plain"), comparison_key(cell.config)) for cell in cells}
+    assert sorted(products for products, _ in kinds) == ["float8", "plain"]
+    keys = {key for _, key in kinds}
     assert (
         comparison_key(composed("machine.device_bytes=9").config) in keys
     )  # a cap changes the speed, not the losses
