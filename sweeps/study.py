@@ -22,7 +22,7 @@ from sweeps import again, ceilings, environment, lock, ranks
 from sweeps.agreement import compared
 from sweeps.cell import state_folder
 from sweeps.config import Cell
-from sweeps.identity import hashed, published, relabelled
+from sweeps.identity import PLAIN, hashed, products_of, published, relabelled
 from sweeps.isolate import Event, Outcome, run_isolated
 from sweeps.memory import Crowd, DeviceSampler, device_sampler
 from sweeps.places import named
@@ -32,9 +32,15 @@ from sweeps.sinks import Console, mirror
 from sweeps.upload import offline_run
 
 PROBED = ("pinned", "num_threads", "omp_num_threads", "huge_pages", "numactl", "torch_adamw")
+"""Options of the engine that a probe of the machine's rates depends on."""
+PEAKS = {
+    "mfu": "matrix_peak_tflops",
+    "mfu_sustained": "matrix_sustained_tflops",
+    "mfu_datasheet": "datasheet_tflops",
+}
+"""Field of a row -> that of the machine whose share it is, TFLOPS of one GPU."""
 DISK_RATES = ("disk_read_bytes", "disk_write_bytes")
 """Rates that are probed where there is state on disk."""
-"""Options of the engine that a probe of the machine's rates depends on."""
 
 
 class TimeIsUpError(Exception):
@@ -255,8 +261,7 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
     )
     preset = cell.options.get("preset")
     on_gpu = cell.machine.device == "cuda"
-    peak, num_gpus = outcome.peak_host_bytes, cell.process.num_gpus
-    num = cell.process.num_ranks
+    peak, num = outcome.peak_host_bytes, cell.process.num_ranks
     split = host_split(plan.get("plan", {}), peak, on_gpu=on_gpu, num_ranks=num)
     return Row(
         experiment=cell.experiment,
@@ -276,9 +281,7 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
         tflops_6p=tflops.get("6p"),
         tflops_6p_causal=tflops.get("6p_causal"),
         tflops_paper=tflops.get("paper"),
-        mfu=_ratio(tflops.get("6p"), machine.get("matrix_peak_tflops"), num_gpus),
-        mfu_sustained=_ratio(tflops.get("6p"), machine.get("matrix_sustained_tflops"), num_gpus),
-        mfu_datasheet=_ratio(tflops.get("6p"), machine.get("datasheet_tflops"), num_gpus),
+        **_utilisation(cell, tflops.get("6p"), machine),
         losses=[loss for event in read for loss in event["losses"]],
         gradient_norms=[norm for event in read for norm in event.get("gradient_norms") or []],
         heldout_loss=outcome.last("heldout").get("loss") if measured else None,
@@ -333,9 +336,15 @@ def _tflops(flops_per_token: Mapping[str, float | None], speed: float | None) ->
     return {} if speed is None else {name: flops * speed / 1e12 for name, flops in known.items()}
 
 
-def _ratio(tflops: float | None, peak: float | None, num_gpus: int) -> float | None:
-    """peak: of one GPU."""
-    return tflops / (peak * num_gpus) if tflops and peak else None
+def _utilisation(cell: Cell, tflops: float | None, machine: Mapping[str, Any]) -> dict[str, Any]:
+    """The row's shares of the peaks of its GPUs, which are those of bfloat16: of other products
+    none."""
+    known = tflops if products_of(cell.config) == PLAIN else None
+    num_gpus, found = cell.process.num_gpus, dict[str, Any]()
+    for name, peak in PEAKS.items():
+        of_one = machine.get(peak)
+        found[name] = known / (of_one * num_gpus) if known and of_one else None
+    return found
 
 
 def _stopped(cell: Cell, num_windows: int) -> str:

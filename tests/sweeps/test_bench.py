@@ -167,6 +167,21 @@ def test_gradient_norms_stand_beside_the_losses_where_they_are_known() -> None:
     assert row.gradient_norms == [10 * loss for loss in row.losses] != []
 
 
+def test_float8_has_no_share_of_a_peak_of_bfloat16() -> None:
+    auto.register()
+    machine = {"matrix_peak_tflops": 4e-6, "datasheet_tflops": 2e-6}
+    window = {"event": "losses", "first_step": 0, "losses": [1.0], "seconds": 1.0, "num_tokens": 2}
+    plan = {"event": "plan", "flops_per_token": {"6p": 5e5}}
+    shares = []
+    for products in ("plain", "float8"):
+        asked = ["model=tiny", "system=megatrain", f"system.products={products}"]
+        (cell,) = command_of([*asked, "measure.windows=1"]).cells
+        outcome = Outcome(status="ok", events=[plan, window])
+        row = row_of(cell, outcome, started_at="", machine=machine)
+        shares.append((row.tflops_6p, row.mfu, row.mfu_sustained, row.mfu_datasheet))
+    assert shares == [(1e-6, 0.25, None, 0.5), (1e-6, None, None, None)]
+
+
 class Evaluating(Recorder):
     """One that can be asked for the loss of a batch: a hundredth of the steps before, negative."""
 
