@@ -1,5 +1,6 @@
 """A study as a job of submitit's local executor: requeued, beside another, refused."""
 
+import contextlib
 import re
 import signal
 import subprocess
@@ -62,7 +63,8 @@ def warn(job: int) -> None:
     """As Slurm does before it stops a job: every process of it hears the signal."""
     (task,) = psutil.Process(job).children()
     for process in [task, *task.children(recursive=True)]:
-        process.send_signal(signal.SIGUSR2)
+        with contextlib.suppress(psutil.NoSuchProcess):  # a cell may have ended meanwhile
+            process.send_signal(signal.SIGUSR2)
 
 
 def test_a_job_that_is_stopped_is_queued_again_and_ends_whole(tmp_path):
