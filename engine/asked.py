@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from engine.blocks import Blocks
-from engine.config import PLACED, EngineConfig
+from engine.config import ATTENTION, PLACED, EngineConfig
 from engine.ranks import Ranks
 
 
@@ -22,7 +22,7 @@ def asked_of(config: EngineConfig, *, num_layers: int, clip: bool) -> Blocks:
     names = {f.name for f in fields(Blocks)} & {f.name for f in fields(config)}
     chosen = {name: getattr(config, name) for name in names}
     blocks = Blocks(num_layers=num_layers, clip=clip, **chosen)
-    limits = dict.fromkeys((*PLACED, "keep_attention"), num_layers)
+    limits = dict.fromkeys((*PLACED, *ATTENTION), num_layers)
     limits |= {"device_optimizer": blocks.num_blocks, "reload_weights": 1}
     for name, most in limits.items():
         if chosen[name] > most:

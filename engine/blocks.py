@@ -38,6 +38,8 @@ class Blocks:
     offload_activations: int = 0
     keep_attention: int = 0
     """Last ones of the recomputed layers whose attention's results stay on the device."""
+    offload_attention: int = 0
+    """Ones of the recomputed layers before those, whose attention's results wait on the host."""
     reload_weights: int = 0
     """1: layers whose activations are kept pass through the slots too, and are loaded again for the
     backward."""
@@ -130,10 +132,16 @@ class Blocks:
         return [layer for layer in self.layers if self.fate(layer) is Fate.OFFLOADED]
 
     @cached_property
-    def attention_kept(self) -> frozenset[int]:
+    def attention_kept(self) -> list[int]:
         """Layers that are recomputed with their attention's results at hand."""
         recomputed = [layer for layer in self.layers if self.fate(layer) is Fate.RECOMPUTED]
-        return frozenset(recomputed[max(0, len(recomputed) - self.keep_attention) :])
+        number = self.keep_attention + self.offload_attention
+        return recomputed[max(0, len(recomputed) - number) :]
+
+    @cached_property
+    def attention_moved(self) -> list[int]:
+        """Those of them whose results wait on the host."""
+        return self.attention_kept[: max(0, len(self.attention_kept) - self.keep_attention)]
 
     def shares_slab(self, block: int) -> bool:
         """Whether the block's gradients reach the host through a slab that others use too."""
@@ -150,6 +158,10 @@ class Blocks:
         """Whether the block has device memory of its own for gradients, or passes through the
         slabs."""
         return block not in self.layers or self.on_device(block)
+
+    def attention_drops(self) -> dict[int, int]:
+        """Layer whose attention's results wait on the host -> as `drops`."""
+        return {layer: min(layer + 2, self.head) for layer in self.attention_moved}
 
     def drops(self) -> dict[int, int]:
         """Offloaded layer -> the block before whose forward its activations must have left the

@@ -32,6 +32,8 @@ class RefusedError(ValueError):
 
 PLACED = ("device_optimizer", "keep_activations", "offload_activations", "reload_weights")
 """Options that say what is placed where."""
+ATTENTION = ("keep_attention", "offload_attention")
+"""Options that say what a recomputed layer's attention is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,9 @@ class EngineConfig:
     """Last ones of the layers that are recomputed whose attention's own results (its output and
     log-sum-exp) stay on the device, so that it is computed once; -1: as many as there is room for.
     Only where attention is not compiled: without `compile`, or with an `mlp_chunk`."""
+    offload_attention: int = 0
+    """Ones before those, whose attention's results wait in pinned host memory; -1: as many as there
+    is room for. Only where attention is not compiled."""
     reload_weights: int = AUTO
     """1 loads the weights of layers whose activations are kept a second time, for their backward,
     so that they need no device memory of their own; 0 keeps them there; -1: the planner chooses."""
@@ -103,7 +108,7 @@ class EngineConfig:
             self._check_least(name, 1)
         for name in ("gradient_slabs", "mlp_chunk", "num_threads"):
             self._check_least(name, 0)
-        for name in ("checkpoint_interval", "disk_blocks", "keep_attention", *PLACED):
+        for name in ("checkpoint_interval", "disk_blocks", *ATTENTION, *PLACED):
             self._check_least(name, AUTO)
         if self.checkpoint_interval == 0:
             raise self._refusal("checkpoint_interval", "-1 or an integer >= 1", 1)
@@ -111,11 +116,9 @@ class EngineConfig:
             raise self._refusal("num_threads", f"an integer 0 to {MAX_THREADS}", 0)
         for name in ("optimizer_overlap", "late_moments", "compile", "torch_adamw"):
             self._check_one_of(name, (True, False), "true or false", "choose one of these")
-        if self.keep_attention > 0 and self.compile and not self.mlp_chunk:
-            raise ValueError(
-                f"system.keep_attention: got {self.keep_attention}, allowed 0 or -1 where whole "
-                "layers are compiled; set system.keep_attention=0"
-            )
+        for name in ATTENTION:
+            if getattr(self, name) > 0 and self.compile and not self.mlp_chunk:
+                raise self._refusal(name, "0 or -1 where whole layers are compiled", 0)
         if self.offload_activations and self.checkpoint_interval != 1:
             raise ValueError(
                 f"system.offload_activations: got {self.offload_activations}, allowed 0 where "

@@ -252,19 +252,27 @@ class Executor:
 
     def _attention(self, op: Op, s: StepState) -> AbstractContextManager[None]:
         """Around a layer that is recomputed: its forward keeps what attention gives, where there is
-        room, and its recomputations are given that. Not where the forward is the first of its kind,
-        which may run twice."""
+        room, here or on the host, and its recomputations are given that. Not where the forward is
+        the first of its kind, which may run twice."""
         if op.kind is Kind.FORWARD:
+            if op.block in self.blocks.attention_moved:
+                room = self.store.activations[op.block].numel()
+                found = Offloaded(
+                    weights={}, home=self.memory.home(op), shared=set(), capacity=room
+                )
+                s.offloaded[op.block] = found
             first = self.decoder.templates[op.block - 1].unchecked
             if first or op.block not in self.blocks.attention_kept:
                 return nullcontext()
-            s.attention[op.block] = Results()
+            s.attention[op.block] = Results(s.offloaded.get(op.block))
             return s.attention[op.block].kept()
+        last = op.kind is Kind.BACKWARD
+        if last:
+            s.offloaded.pop(op.block, None)
         if op.block not in s.attention:
             return nullcontext()
-        if op.kind is Kind.BACKWARD:
-            return s.attention.pop(op.block).given(last=True)
-        return s.attention[op.block].given(last=False)
+        results = s.attention.pop(op.block) if last else s.attention[op.block]
+        return results.given(last=last)
 
     def _recompute(self, op: Op, s: StepState) -> None:
         with self._attention(op, s):

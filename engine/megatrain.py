@@ -248,6 +248,7 @@ class MegaTrain(Trainer):
             "offloaded_layers": self.blocks.offload_activations,
             "checkpoint_interval": self.blocks.checkpoint_interval,
             **({"kept_attention": n} if (n := len(self.blocks.attention_kept)) else {}),
+            **({"offloaded_attention": n} if (n := len(self.blocks.attention_moved)) else {}),
             **({"reload_weights": 1} if self.blocks.reload_weights else {}),
             **({"late_moments": 0} if self.config.late_moments > self.blocks.late_moments else {}),
             **({"disk_blocks": self.blocks.disk_blocks} if self.blocks.disk_blocks else {}),

@@ -226,7 +226,7 @@ class StoreSpec:
     slabs: Mapping[int, int]
     """Host gradient slab -> elements."""
     activations: Mapping[int, int] = field(default_factory=dict)
-    """Offloaded layer -> bytes of its pinned slab for activations."""
+    """Layer of which something waits on the host -> bytes of its pinned slab."""
     parked: Sequence[int] = ()
     """Blocks whose gradients move out of a shared slab and wait in memory of their own."""
     on_device: int = 0
@@ -251,13 +251,16 @@ class StoreSpec:
         for block in blocks.hosted:
             if block not in shared:
                 slabs[first + block] = work.layouts[block].numel // num_ranks
-        activations = round_up(math.ceil(work.moved_bytes * ACTIVATION_MARGIN), PAGE)
+        slab = round_up(math.ceil(work.moved_bytes * ACTIVATION_MARGIN), PAGE)
+        attention = round_up(math.ceil(work.attention_bytes * ACTIVATION_MARGIN), PAGE)
+        activations = dict.fromkeys(blocks.offloaded, slab)
+        activations |= dict.fromkeys(blocks.attention_moved, attention)
         return cls(
             layouts=work.layouts,
             dtype=work.dtype,
             master=config.master,
             slabs=slabs,
-            activations=dict.fromkeys(blocks.offloaded, activations),
+            activations=activations,
             parked=shared if blocks.deferred else (),
             on_device=blocks.device_optimizer,
             num_ranks=num_ranks,
@@ -400,7 +403,8 @@ def device_bytes(blocks: Blocks, work: Work) -> dict[str, int]:
     interval, layers = blocks.checkpoint_interval, blocks.num_streamed
     saved = -(-layers // interval) + interval - 1
     kept = blocks.keep_activations * work.kept_bytes
-    attention = len(blocks.attention_kept) * work.attention_bytes
+    moved = len(blocks.attention_moved)  # one at a time, and the next on its way
+    attention = (len(blocks.attention_kept) - moved + min(2, moved)) * work.attention_bytes
     return {
         "weights": weights * work.itemsize,
         "gradients": slabs * work.itemsize + _summed_bytes(work) + _exchanged(blocks, work),

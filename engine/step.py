@@ -65,6 +65,8 @@ class Kind(Enum):
 
 GRADIENTS = (Kind.TAIL, Kind.BACKWARD, Kind.EMBED_BACKWARD)
 """Computations that leave a block's gradients behind."""
+AGAIN = (Kind.RECOMPUTE, Kind.BACKWARD)
+"""Computations that run a layer's forward again, where its activations are recomputed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +136,7 @@ class Step:
         """What every operation writes in which ranks talk: they must do so in one order on all."""
         self.visits = list(self._visits())
         self.host_slab = {v.block: v.host_slab for v in self.visits if v.kind in GRADIENTS}
-        self.drops = blocks.drops()
+        self.drops = blocks.drops() | blocks.attention_drops()
         self.to_read = [b for b in self._update_order() if blocks.on_disk(b)] if trains else []
         """Blocks whose state must still come from disk, in the order of their updates."""
         backwards = [v for v in self.visits if v.kind is Kind.BACKWARD]
@@ -154,7 +156,9 @@ class Step:
             yield from self.drop(visit)  # activations that have left
             yield from self.fetch_first(visit)
             yield from self.load_first(visit)
+            yield from self.attention_ahead(visit)  # of the next layer that is recomputed
             yield from self.compute(visit)
+            yield from self.attention_given(visit)
             yield from self.evict(visit)  # its activations, to the host
             yield from self.load_ahead(visit)  # weights of the visits to come
             yield from self.fetch(visit)  # activations of a backward to come
@@ -264,6 +268,8 @@ class Step:
         if visit.fate is Fate.OFFLOADED:
             # In the backward too: compiled code may use what it reads last as scratch.
             writes.append(f"activations {block}")
+        elif block in self.blocks.attention_moved:
+            (writes if kind is Kind.FORWARD else reads).append(f"activations {block}")
         yield self._op(kind, block, COMPUTE, reads, writes, fate=visit.fate, **places)
         if kind is Kind.TAIL and not self.blocks.clip:
             yield from self.decide()
@@ -271,8 +277,10 @@ class Step:
     # Activations.
 
     def evict(self, visit: Visit) -> Iterator[Op]:
-        """An offloaded layer's activations to the host, once its forward has made them."""
-        if visit.kind is Kind.FORWARD and visit.fate is Fate.OFFLOADED:
+        """An offloaded layer's activations to the host, or those of its attention alone, once its
+        forward has made them."""
+        moved = visit.fate is Fate.OFFLOADED or visit.block in self.blocks.attention_moved
+        if visit.kind is Kind.FORWARD and moved:
             here, there = f"activations {visit.block}", f"host activations {visit.block}"
             yield self._op(Kind.EVICT, visit.block, D2H, [here], [there])
 
@@ -294,10 +302,25 @@ class Step:
 
     def _fetch_next(self) -> Iterator[Op]:
         if self.to_fetch:
-            layer = self.to_fetch.pop(0)
-            here, there = f"activations {layer}", f"host activations {layer}"
-            yield self._op(Kind.STAGE, layer, COMPUTE, [], [here])
-            yield self._op(Kind.FETCH, layer, FETCH, [there], [here])
+            yield from self._fetch(self.to_fetch.pop(0))
+
+    def _fetch(self, layer: int) -> Iterator[Op]:
+        here, there = f"activations {layer}", f"host activations {layer}"
+        yield self._op(Kind.STAGE, layer, COMPUTE, [], [here])
+        yield self._op(Kind.FETCH, layer, FETCH, [there], [here])
+
+    def attention_ahead(self, visit: Visit) -> Iterator[Op]:
+        """What attention gave, back from the host, if the next visit is given it."""
+        for coming in self.visits[visit.number + 1 : visit.number + 2]:
+            if coming.kind in AGAIN and coming.block in self.blocks.attention_moved:
+                yield from self._fetch(coming.block)
+
+    def attention_given(self, visit: Visit) -> Iterator[Op]:
+        """Its device memory given up until the layer's backward, after a recomputation for the next
+        layer's input."""
+        if visit.kind is Kind.RECOMPUTE and visit.block in self.blocks.attention_moved:
+            here = [f"activations {visit.block}"]
+            yield self._op(Kind.DROP, visit.block, COMPUTE, [], here)
 
     # Gradients and updates.
 

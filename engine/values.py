@@ -34,7 +34,7 @@ class StepState:
     graphs: dict[int, list[Any]] = field(default_factory=dict)
     """Layer that is not recomputed -> (input, output) with the graph between, one a micro-batch."""
     offloaded: dict[int, Offloaded] = field(default_factory=dict)
-    """Layer whose activations wait on the host -> where they are."""
+    """Layer whose activations, or its attention's results, wait on the host -> where they are."""
     rebound: dict[int, Offloaded] = field(default_factory=dict)
     """Layer whose kept activations wait for its weights -> the same, all on the device."""
     attention: dict[int, Results] = field(default_factory=dict)

@@ -43,6 +43,7 @@ NEUTRAL = (
     "numactl",
     "disk_blocks",
     "keep_attention",
+    "offload_attention",
     FALLBACK,
 )
 """Knobs that are as good as not there while they are 0, false or empty."""

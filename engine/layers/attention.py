@@ -19,6 +19,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from engine.layers.offload import Moved, Offloaded
+
 KERNELS = frozenset(
     getattr(torch.ops.aten, name).default
     for name in (
@@ -38,50 +40,64 @@ Call = tuple[Any, Any]
 class Results:
     """Of the attention of one layer in one step, call by call over all micro-batches."""
 
-    def __init__(self) -> None:
+    def __init__(self, moved: Offloaded | None = None) -> None:
+        """moved: takes the tensors, where these wait on the host."""
+        self.moved = moved
         self._calls: list[Call | None] = []
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """While the layer's forward runs: keep what its attention gives."""
-        with _each_call(_Keeping(self._calls)):
+        with _each_call(_Keeping(self)):
             yield
 
     @contextlib.contextmanager
     def given(self, *, last: bool) -> Iterator[None]:
         """While the layer runs again, all micro-batches in the same order: give it back. last: it
         is not needed any more."""
-        with _each_call(_Giving(self._calls, last)):
+        with _each_call(_Giving(self, last)):
             yield
+
+    def keep(self, kernel: Any, found: Any) -> None:
+        """The next call's."""
+        pack = torch.Tensor.detach if self.moved is None else self.moved.pack
+        self._calls.append((kernel, tree_map_only(torch.Tensor, pack, found)))
+
+    def give(self, number: int, kernel: Any, *, last: bool) -> Any:
+        """What that call gave."""
+        call = self._calls[number]
+        assert call is not None, "given for the last time before"
+        assert call[0] is kernel, f"attention is {kernel}, and was {call[0]}"
+        if last:
+            self._calls[number] = None
+        unpack = (lambda packed: packed) if self.moved is None else self.moved.unpack
+        back = tree_map_only((torch.Tensor, Moved), unpack, call[1])
+        return tree_map_only(torch.Tensor, torch.Tensor.detach, back)
 
 
 class _Keeping(TorchDispatchMode):
-    def __init__(self, calls: list[Call | None]) -> None:
+    def __init__(self, results: Results) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._calls = calls
+        self._results = results
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if func in KERNELS:
-            self._calls.append((func, found))
+            self._results.keep(func, found)
         return found
 
 
 class _Giving(TorchDispatchMode):
-    def __init__(self, calls: list[Call | None], last: bool) -> None:
+    def __init__(self, results: Results, last: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._calls, self._last, self._next = calls, last, 0
+        self._results, self._last, self._next = results, last, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in KERNELS:
             return func(*args, **(kwargs or {}))
-        call = self._calls[self._next]
-        assert call is not None, "given for the last time before"
-        assert call[0] is func, f"attention is {func}, and was {call[0]}"
-        if self._last:
-            self._calls[self._next] = None
+        found = self._results.give(self._next, func, last=self._last)
         self._next += 1
-        return tree_map_only(torch.Tensor, torch.Tensor.detach, call[1])
+        return found
 
 
 _PLAIN: Callable[..., torch.Tensor] = getattr(F, NAME)

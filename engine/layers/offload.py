@@ -24,7 +24,7 @@ SMALL = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Moved:
+class Moved:
     """Which of the moved pieces a saved tensor lies in, and how it looked."""
 
     index: int
@@ -70,9 +70,10 @@ class Offloaded:
 
     def hooks(self) -> AbstractContextManager[Any]:
         """While it lasts, what autograd saves goes through this object."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """What stands for a tensor that is to be moved, or itself."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() == self.home.untyped_storage().data_ptr():
             offset = int(tensor.storage_offset())
@@ -86,7 +87,7 @@ class Offloaded:
         if index is None:
             return tensor
         offset = int(tensor.storage_offset() - flat.storage_offset())
-        return _Moved(
+        return Moved(
             index=index,
             dtype=tensor.dtype,
             size=tensor.shape,
@@ -107,10 +108,11 @@ class Offloaded:
             self.num_bytes += -(-flat.nbytes // ALIGNMENT) * ALIGNMENT
         return self._seen[key]
 
-    def _unpack(self, packed: Any) -> torch.Tensor:
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """The tensor that `pack` was given, where it is now."""
         if isinstance(packed, _Weight):
             return self.home.as_strided(packed.size, packed.stride, packed.offset)
-        if isinstance(packed, _Moved):
+        if isinstance(packed, Moved):
             piece = self._pieces[packed.index].view(packed.dtype)
             start = piece.storage_offset() + packed.offset
             return piece.as_strided(packed.size, packed.stride, start)
@@ -125,14 +127,14 @@ class Offloaded:
 
     def drop(self) -> None:
         """Give up the device memory."""
-        assert self._versions == [piece._version for piece in self._pieces], (
-            "a saved activation was written in place"
-        )
+        seen = [piece._version for piece in self._pieces]
+        assert self._versions in (seen, []), "a saved activation was written in place"
         self._pieces.clear()
         self._seen.clear()
 
     def stage(self) -> None:
         """Device memory of the same sizes again, which what another layer gave up fits exactly."""
+        self._versions.clear()  # what comes back is written
         sizes = [place.stop - place.start for place in self._places]
         self._pieces = [
             torch.empty(size, dtype=torch.uint8, device=self.home.device) for size in sizes

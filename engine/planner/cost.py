@@ -68,9 +68,9 @@ class Cost:
             case Kind.STORE:
                 return layout.numel * self.work.itemsize / num_ranks / rates.d2h_bytes
             case Kind.EVICT:
-                return self.evict_s
+                return self._waiting_bytes(op.block) / rates.d2h_bytes
             case Kind.FETCH:
-                return self.work.moved_bytes / rates.h2d_bytes
+                return self._waiting_bytes(op.block) / rates.h2d_bytes
             case Kind.FORWARD:
                 return self._forward(layout.num_params)
             case Kind.RECOMPUTE:
@@ -96,6 +96,11 @@ class Cost:
             case Kind.WRITE_STATE:
                 return layout.numel * self.rest_itemsize / rates.disk_write_bytes
         return 0.0
+
+    def _waiting_bytes(self, layer: int) -> int:
+        """Of the layer on the host: its activations, or its attention's results alone."""
+        alone = layer in self.blocks.attention_moved
+        return self.work.attention_bytes if alone else self.work.moved_bytes
 
     @property
     def evict_s(self) -> float:
@@ -130,7 +135,8 @@ class Cost:
         hosted = sum(self.work.layouts[block].numel for block in self.blocks.hosted)
         if not self.blocks.optimizer_overlap or not hosted:
             return 1.0
-        evicted = self.blocks.num_ranks * len(self.blocks.offloaded) * self.work.moved_bytes
+        waiting = (*self.blocks.offloaded, *self.blocks.attention_moved)
+        evicted = self.blocks.num_ranks * sum(map(self._waiting_bytes, waiting))
         update_bytes = WEIGHTS_BYTES if self.blocks.two_passes else UPDATE_BYTES
         return 1 + (hosted * self.work.itemsize + evicted) / (hosted * update_bytes)
 

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from engine.blocks import Blocks
-from engine.config import AUTO, PLACED, EngineConfig
+from engine.config import ATTENTION, AUTO, PLACED, EngineConfig
 from engine.planner import placement
 from engine.planner.cost import Cost
 from engine.planner.rates import Rates, disk_rates, measure, peer_rate
@@ -117,17 +118,33 @@ class Planner:
         return self.predict(once).step_s < (1 - placement.EQUAL) * self.predict(blocks).step_s
 
     def _filled(self, asked: Blocks) -> Blocks:
-        if asked.keep_attention != AUTO:
-            return self._filled_but_for_attention(asked)
-        blocks = self._filled_but_for_attention(replace(asked, keep_attention=0))
+        given = {name: max(0, getattr(asked, name)) for name in ATTENTION}
+        blocks = self._filled_but_for_attention(replace(asked, **given))
         compiled = self.work.compiled and not self.work.mlp_chunk
         if self.device.type != "cuda" or compiled:
             return blocks
+        if asked.keep_attention == AUTO:
+            blocks = self._with_most(blocks, "keep_attention")
+        if asked.offload_attention != AUTO:
+            return blocks
+        # what passes through the device needs room there, for two layers at most
+        kept = blocks.keep_attention
+        fewest = max(0, kept - 2) if asked.keep_attention == AUTO else kept
+        found = [
+            self._with_most(replace(blocks, keep_attention=number), "offload_attention")
+            for number in range(kept, fewest - 1, -1)
+        ]
+        return max(found, key=lambda blocks: len(blocks.attention_kept))
+
+    def _with_most(self, blocks: Blocks, name: str) -> Blocks:
+        """With as many layers in that option as there is room for."""
+
+        def of(number: int) -> Blocks:
+            option: dict[str, Any] = {name: number}
+            return replace(blocks, **option)
+
         numbers = range(1, blocks.num_layers + 1)
-        full = bisect(
-            numbers, True, key=lambda n: not self._fits(replace(blocks, keep_attention=n))
-        )
-        return replace(blocks, keep_attention=full)
+        return of(bisect(numbers, True, key=lambda n: not self._fits(of(n))))
 
     def _filled_but_for_attention(self, asked: Blocks) -> Blocks:
         gpu, blocks = self.device.type == "cuda", asked

@@ -47,6 +47,49 @@ def test_any_number_of_layers_gives_identical_bits(models, dtype, placement, num
     assert_same(train(kept, micro_batches=MICRO_BATCHES), expected)
 
 
+@pytest.mark.parametrize("numbers", [(0, 4), (1, 2), (3, 1), (2, 4)], ids=str)
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_waits_on_the_host_gives_identical_bits(
+    models, dtype, placement, numbers, monkeypatch
+) -> None:
+    """numbers: of layers that keep it on the device, and that have it on the host."""
+    monkeypatch.setattr("engine.layers.offload.SMALL", 0)
+    expected = train(engine_of(models[dtype], **placement), micro_batches=MICRO_BATCHES)
+    kept, moved = numbers
+    found = engine_of(
+        models[dtype],
+        keep_attention=kept,
+        offload_attention=moved,
+        poison=True,
+        lanes=TwinLanes(seed=1),
+        **placement,
+    )
+    assert_same(train(found, micro_batches=MICRO_BATCHES), expected)
+
+
+@pytest.mark.parametrize(("interval", "times"), [(1, 1), (2, 1.5), (4, 1.75)])
+def test_it_comes_back_for_each_time_that_the_layer_runs_again(
+    models, interval, times, monkeypatch
+) -> None:
+    monkeypatch.setattr("engine.layers.offload.SMALL", 0)
+    copied = []
+    for number in (0, LAYERS):
+        engine = engine_of(
+            models[torch.float32], offload_attention=number, checkpoint_interval=interval
+        )
+        for _ in range(2):  # the first step of a kind of layer keeps nothing
+            before, counting = dict(engine.counters()), Counting()
+            with counting:
+                engine.train_step(make_batch(0, micro_batches=MICRO_BATCHES))
+        now = engine.counters()
+        copied.append([now[name] - before[name] for name in ("d2h_bytes", "h2d_bytes")])
+    assert counting.ran == LAYERS * MICRO_BATCHES
+    moved = LAYERS * engine.work.attention_bytes
+    out, back = (there - here for here, there in zip(*copied, strict=True))
+    assert (out, back) == (moved, times * moved)
+
+
 @pytest.mark.parametrize(("interval", "once"), [(1, 2), (2, 2.5)])
 def test_attention_of_a_layer_runs_once_a_step(models, interval, once) -> None:
     """Twice without, and of a layer that is no group's last three times."""
@@ -142,6 +185,17 @@ def test_as_many_as_there_is_room_for() -> None:
         assert len(engine.blocks.attention_kept) == number
         assert engine.placement.get("kept_attention", 0) == number
     assert not planned(1e12, keep_attention=-1, compile=True).blocks.attention_kept
+    # on the host what the device has no room for, but for two layers that come and go
+    plan = planned(plain + 2.5 * each, keep_attention=-1, offload_attention=-1)
+    assert (plan.blocks.keep_attention, len(plan.blocks.attention_moved)) == (0, LAYERS)
+    assert plan.placement["offloaded_attention"] == LAYERS == plan.placement["kept_attention"]
+    assert plan.plan().device["attention"] == 2 * each
+    more = planned(plain + 3.5 * each, keep_attention=-1, offload_attention=-1)
+    assert (more.blocks.keep_attention, len(more.blocks.attention_moved)) == (1, LAYERS - 1)
+    all_here = planned(1e12, keep_attention=-1, offload_attention=-1)
+    assert (all_here.blocks.keep_attention, all_here.blocks.attention_moved) == (LAYERS, [])
+    host = planned(1e12).plan().host_bytes
+    assert plan.plan().host_bytes - host >= LAYERS * each
     one, all_of_them = planned(1e12, keep_attention=1), planned(1e12, keep_attention=-1)
     assert all_of_them.predict().step_s < one.predict().step_s < planned(1e12).predict().step_s
 

@@ -46,6 +46,7 @@ PLACEMENTS = [
     {"offload_activations": 4},
     {"offload_activations": 1, "keep_activations": 1, "gradient_slabs": 2},
     {"checkpoint_interval": 2, "keep_attention": 3},
+    {"checkpoint_interval": 2, "keep_attention": 1, "offload_attention": 3},
 ]
 
 

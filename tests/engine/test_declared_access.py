@@ -31,6 +31,8 @@ PIPELINES: list[dict[str, Any]] = [
     {"offload_activations": 2, "keep_activations": 1, "device_optimizer": 3, "streams": 2},
     {"offload_activations": 1, "gradient_slabs": 3, "streams": 1},
     {"mlp_chunk": 5, "keep_activations": 1, "keep_attention": 2},
+    {"checkpoint_interval": 3, "keep_attention": 1, "offload_attention": 3, "depth": 1},
+    {"offload_attention": 4, "offload_activations": 1, "streams": 2},
     {"keep_activations": 3, "reload_weights": 1, "device_optimizer": 1},
     {"disk_blocks": 4, "device_optimizer": 1},
     {"disk_blocks": 6, "gradient_slabs": 2},

@@ -150,6 +150,7 @@ PIPELINES: list[dict[str, Any]] = [
     {"offload_activations": 2, "keep_activations": 1, "device_optimizer": 1},
     {"keep_activations": 3, "reload_weights": 1},
     {"checkpoint_interval": 3, "keep_attention": 2},
+    {"checkpoint_interval": 2, "offload_attention": 3},
 ]
 
 

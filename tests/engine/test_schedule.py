@@ -66,6 +66,11 @@ def placements(num_layers: int, depth: int, streams: int, interval: int) -> list
         for n in {1, (num_layers + 1) // 2, num_layers}
         if interval == 1
     ]
+    attended = [
+        replace(base, keep_attention=1, offload_attention=num_layers),
+        replace(placed, offload_attention=(num_layers + 1) // 2),
+        *(replace(one, offload_attention=num_layers) for one in offloaded[:1]),
+    ]
     late = [replace(blocks, late_moments=True) for blocks in (base, placed, *offloaded[:1])]
     tiers = [
         replace(late[0], disk_blocks=num_layers + 2),
@@ -83,6 +88,7 @@ def placements(num_layers: int, depth: int, streams: int, interval: int) -> list
         *unclipped,
         *serial,
         *offloaded,
+        *attended,
         *late,
         *tiers,
     ]

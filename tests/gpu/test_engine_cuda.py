@@ -222,6 +222,7 @@ def test_kept_and_offloaded_activations_give_the_bits_of_recomputed_ones(clip_no
         {"keep_activations": 4, "reload_weights": 1},
         {"keep_attention": 6},
         {"keep_attention": 3, "checkpoint_interval": 2},
+        {"keep_attention": 1, "offload_attention": 5, "checkpoint_interval": 2},
     )
     offloaded = (
         {"offload_activations": 6},
