@@ -105,7 +105,8 @@ def _effect(study: Study, ready: pd.DataFrame) -> str:
 def _settings(study: Study, ready: pd.DataFrame) -> str:
     best, worst = speeds.fastest(ready), ready.sort_values("tokens_per_s").iloc[0]
     if best.name == worst.name:
-        return f"Only one setting was measured: {best['tokens_per_s']:,.0f} tokens/s."
+        only = f"{_at(best, str(study.x))}: {best['tokens_per_s']:,.0f} tokens/s"
+        return f"Not answered yet: one setting alone was measured, {only}."
     if study.x == "system.preset":
         first = tables.sort(study, ready).iloc[0]
         known, base = _known(speeds.ratio(best, first)), tables.value(first, study.x)

@@ -208,9 +208,11 @@ def family_and_mode(row: Row) -> tuple[str, str]:
     are families, and say themselves whether they compile; a rival's say how it was run."""
     preset = row.preset or ""
     compiled = "compiled" if is_compiled(row) else ""
+    float8 = "" if products_of(row.config) == PLAIN else "float8"
     if row.system == "megatrain":
         says_so = preset.startswith(("fast", "tuned")) or preset[:1].isdigit()
-        return f"megatrain_{preset}".rstrip("_"), "" if says_so else compiled
+        words = ["" if says_so else compiled, "" if float8 in preset else float8]
+        return f"megatrain_{preset}".rstrip("_"), " ".join(filter(None, words))
     variant = next((name for name in VARIANTS if preset.startswith(name)), "")
-    words = [preset.removeprefix(variant).strip("_ "), compiled]
+    words = [preset.removeprefix(variant).strip("_ "), compiled, float8]
     return f"{row.system}_{variant}".rstrip("_"), " ".join(filter(None, words))

@@ -106,8 +106,8 @@ def ratios(study: Study, lines: pd.DataFrame) -> pd.Series:
 
 def base_of(study: Study, lines: pd.DataFrame, line: Any = None) -> Any:
     """What a line is held against, or None. Systems: the fastest plain ZeRO-3, else the fastest
-    rival. Systems along x: ZeRO-3 at the same x. Where an effect is asked for: the line at x =
-    effect.from of the same hue. Other settings: the first."""
+    rival. Systems along x: the fastest ZeRO-3 at the same x. Where an effect is asked for: the line
+    at x = effect.from of the same hue. Other settings: the first."""
     ready = lines[speeds.comparable(lines)]
     if study.compares:
         wanted = ready[ready["family"] == "zero3"]
@@ -115,6 +115,7 @@ def base_of(study: Study, lines: pd.DataFrame, line: Any = None) -> Any:
         return speeds.fastest(ready) if len(ready) else None
     if study.hue == "system" and not study.effect:
         ready = ready[(ready[study.x] == line[study.x]) & (ready["family"] == "zero3")]
+        return speeds.fastest(ready) if len(ready) else None
     elif study.effect:
         ready = ready[ready[study.x] == study.effect["from"]]
         if study.hue:

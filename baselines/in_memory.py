@@ -245,6 +245,4 @@ def _use_float8(layers: Iterable[nn.Module], device: torch.device) -> None:
 
     config = Float8LinearConfig(emulate=device.type == "cpu")
     for layer in layers:
-        convert_to_float8_training(
-            layer, module_filter_fn=lambda module, _: multiplies_in_float8(module), config=config
-        )
+        convert_to_float8_training(layer, module_filter_fn=multiplies_in_float8, config=config)

@@ -71,9 +71,10 @@ class MegaTrain(Trainer):
         rows = rows_of(micro_batch_size, ranks)
         if config.mlp_chunk >= rows * seq_len:
             config = replace(config, mlp_chunk=0)
+        float8 = 0
         if config.products == FLOAT8:
             require_float8(dtype, device, rows * seq_len, chunk=config.mlp_chunk)
-            use_float8(find_layers(model)[1])
+            float8 = use_float8(find_layers(model)[1])
         decoder = Decoder(model, mlp_chunk=config.mlp_chunk)
         rehearse(decoder, dtype=dtype, device=device, micro_batch=(rows, seq_len))
         asked = asked_of(config, num_layers=decoder.num_layers, clip=recipe.clip_norm > 0)
@@ -91,6 +92,7 @@ class MegaTrain(Trainer):
             mlp_chunk=config.mlp_chunk,
             compiled=config.compile,
             tied=decoder.tied,
+            float8=float8 // decoder.num_layers,
             masks=masks if packed else Masks(),
         )
         self._planner = Planner(
@@ -132,7 +134,12 @@ class MegaTrain(Trainer):
         if self.work.dtype == torch.bfloat16 and self.config.master == "bf16":
             found.append("bfloat16 weights are the master, as published: small updates are lost")
         if self.config.products == FLOAT8:
-            found.append("the layers multiply in float8: another function than bf16's")
+            numel = sum(layout.num_params for layout in self.work.layouts[1:-1])
+            share = self.work.float8 * self.blocks.num_layers / numel
+            found.append(
+                f"the layers multiply in float8 ({share:.0%} of their parameters): another "
+                "function than bf16's"
+            )
         if self.blocks.disk_blocks and (said := caveat_of(self.folders)):
             found.append(said)
         if self.config.torch_adamw:

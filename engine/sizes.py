@@ -138,6 +138,8 @@ class Work:
     compiled: bool = False
     tied: bool = True
     """Whether parameters of embed are used behind the layers too."""
+    float8: int = 0
+    """Parameters of a layer, in the mean, that multiply in float8."""
     masks: Masks = field(default_factory=Masks)
 
     @property
@@ -184,8 +186,8 @@ class Work:
 
     def layer_bytes(self, *, backward: bool) -> int:
         """Bytes of one layer's graph for one micro-batch, as `layer_activation_bytes` counts
-        them, and what it saves of a mask."""
-        return self.masks.saved + layer_activation_bytes(
+        them, and what it saves of a mask and of products in float8."""
+        found = self.masks.saved + layer_activation_bytes(
             self.widths,
             self.tokens,
             self.itemsize,
@@ -193,6 +195,14 @@ class Work:
             compiled=self.compiled,
             mlp_chunk=self.mlp_chunk,
         )
+        return found + (self._float8_bytes(backward=backward) if self.float8 else 0)
+
+    def _float8_bytes(self, *, backward: bool) -> int:
+        """Compiled, a graph saves the weights that it has made float8, for that is smaller than
+        what it is given. Eager, an operand is there twice in fp32 while it is made float8."""
+        if self.compiled and not self.mlp_chunk:
+            return self.float8
+        return 8 * self.widths.inner * (self.mlp_chunk or self.tokens) if backward else 0
 
     @property
     def kept_bytes(self) -> int:

@@ -1,7 +1,8 @@
 """The state that a cell saved, resumed by another process, which takes the steps after it again.
 
-Invariant: that process has nothing of the first one but its config and the state, and other weights
-to begin with, so that what is not resumed shows in its losses.
+Invariant: that process has nothing of the first one but its config and the state. Unless it begins
+with a checkpoint, or trains adapters beside frozen weights, it has other weights before, so that
+what is not resumed shows in its losses.
 
     python -m sweeps.again --events-fd FD < config.json     (started by sweeps.study)
 """
@@ -13,12 +14,13 @@ import time
 from collections.abc import Callable, Mapping
 
 from sweeps import ranks
-from sweeps.agreement import LOSS_TOLERANCE
+from sweeps.agreement import ADAPTERS, LOSS_TOLERANCE
 from sweeps.cell import Emit, built, given_back, main, state_folder
 from sweeps.config import Cell
 from sweeps.isolate import Outcome
 
 MODULE = "sweeps.again"
+NOT_RESUMED = "its state was not resumed: {}"
 NUM_STEPS = 2
 """One step shows the weights of a state, the next its moments."""
 
@@ -39,7 +41,8 @@ def _work(cell: Cell, emit: Emit, rates: Mapping[str, float] | None, first_step:
 
     spec, system, batches = cell.spec(), built(cell, rates), stream_of(cell)
     with given_back(system):
-        system.setup(starting_weights(spec.model, cell.seed + 1, spec.dtype, spec.device))
+        seed = cell.seed + (cell.system not in ADAPTERS)  # their state is not that of the rest
+        system.setup(starting_weights(spec.model, seed, spec.dtype, spec.device))
         for _ in range(first_step):
             next(batches)
         started = time.perf_counter()
@@ -70,8 +73,9 @@ def hold_against(outcome: Outcome, start: Callable[..., Outcome]) -> None:
         wrong = f"its state went on with losses that differ by {difference:.2g}"
         wrong = "" if difference <= LOSS_TOLERANCE else wrong
     else:
-        wrong = f"its state was not resumed: {again.reason}"
+        wrong = NOT_RESUMED.format(again.reason)
     outcome.reason = "; ".join(filter(None, (outcome.reason, wrong)))
+    outcome.cell_s = (outcome.cell_s or 0.0) + (again.cell_s or 0.0)
 
 
 if __name__ == "__main__":

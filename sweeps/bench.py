@@ -83,11 +83,12 @@ def measure(
         counters = {name: value - before.get(name, 0.0) for name, value in counted.items()}
         seen = {"seconds": seconds, "num_tokens": num_tokens, "counters": counters, **steady}
         _read(pending, first_step, emit, **seen)
+        too_slow = window == 0 and num_tokens < spec.stop_below * seconds
         if saves:
-            saves.end(last=window + 1 == spec.windows)
+            saves.end(last=too_slow or window + 1 == spec.windows)
         curve.trained(steps, seconds)
         curve.look()
-        if window == 0 and num_tokens < spec.stop_below * seconds:
+        if too_slow:
             break
     return counted
 
@@ -124,7 +125,13 @@ class Saves:
             self._remove()
 
     def _remove(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove_state(self._folder)
+
+
+def remove_state(folder: Path) -> None:
+    """A saved state, and what was written of one by a process that was killed."""
+    for path in (folder, *folder.parent.glob(f".{folder.name}-*")):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 class Curve:

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import datetime
 import math
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -20,6 +19,7 @@ from typing import Any
 
 from sweeps import again, ceilings, environment, lock, ranks
 from sweeps.agreement import compared
+from sweeps.bench import remove_state
 from sweeps.cell import state_folder
 from sweeps.config import Cell
 from sweeps.identity import PLAIN, hashed, products_of, published, relabelled
@@ -163,13 +163,13 @@ def _run(
         if outcome.timed_out and left_s < cell.process.timeout_s:
             _require_all_measured(cell, outcome)
         if cell.measure.save and outcome.status == "ok":
-            print("  another process resumes the state of its last window", flush=True)
-            again.hold_against(outcome, partial(start, log=log.with_suffix(".resumed.log")))
+            resumed = partial(start, log=log.with_suffix(".resumed.log"))
+            _hold_against_again(outcome, resumed, deadline)
     except ValueError:
         log.unlink(missing_ok=True)
         raise
     finally:
-        shutil.rmtree(state_folder(cell), ignore_errors=True)
+        remove_state(state_folder(cell))
     if crowd is None and outcome.status == "oom_device":  # somebody may have come later
         crowd = device.crowd()
     _blame(outcome, crowd)
@@ -199,6 +199,19 @@ def _isolated(
             wrapper=cell.process.wrapper,
             num_ranks=cell.process.num_ranks,
         )
+
+
+def _hold_against_again(outcome: Outcome, start: Callable[..., Outcome], deadline: float) -> None:
+    """Have the state of the last window resumed. What goes wrong with that costs no number."""
+    print("  another process resumes the state of its last window", flush=True)
+    try:
+        again.hold_against(outcome, start)
+        why = ""
+    except OSError as error:
+        why = again.NOT_RESUMED.format(error.strerror or error)
+    if not outcome.resumed and time.monotonic() >= deadline:
+        outcome.reason, why = "", again.NOT_RESUMED.format("time_limit_s was up")
+    outcome.reason = "; ".join(filter(None, (outcome.reason, why)))
 
 
 def _require_all_measured(cell: Cell, outcome: Outcome) -> None:
@@ -337,8 +350,7 @@ def _tflops(flops_per_token: Mapping[str, float | None], speed: float | None) ->
 
 
 def _utilisation(cell: Cell, tflops: float | None, machine: Mapping[str, Any]) -> dict[str, Any]:
-    """The row's shares of the peaks of its GPUs, which are those of bfloat16: of other products
-    none."""
+    """The row's shares of the peaks of its GPUs, which are bfloat16's: float8 has none."""
     known = tflops if products_of(cell.config) == PLAIN else None
     num_gpus, found = cell.process.num_gpus, dict[str, Any]()
     for name, peak in PEAKS.items():

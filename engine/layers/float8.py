@@ -22,6 +22,8 @@ MULTIPLE = 16
 """Every side of a product must be a multiple of it, or the device has no kernel."""
 LEAST = 1e-12
 """The largest element of a tensor is taken to be at least that, so that zeros have a scale."""
+ROUTERS = {"gate", "router"}
+"""What models call the module that chooses experts, or a part of it."""
 CAPABILITY = (8, 9)
 """Of the first NVIDIA GPUs that multiply float8."""
 Scaled = tuple[torch.Tensor, torch.Tensor]
@@ -34,23 +36,37 @@ class Float8Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
-        output: torch.Tensor = _Product.apply(input, self.weight)  # type: ignore[no-untyped-call]
+        flat = input.reshape(-1, self.in_features)
+        product: torch.Tensor = _Product.apply(flat, self.weight)  # type: ignore[no-untyped-call]
+        output = product.view(*input.shape[:-1], self.out_features)
         return output if self.bias is None else output + self.bias
 
 
 def use_float8(layers: Iterable[nn.Module]) -> int:
-    """Have the modules of these layers that can multiply in float8 do so; how many there are."""
+    """Have the modules of these layers that can multiply in float8 do so; how many parameters they
+    have. RefusedError where there is none."""
     found = [
-        module for layer in layers for module in layer.modules() if multiplies_in_float8(module)
+        module
+        for layer in layers
+        for path, module in layer.named_modules()
+        if multiplies_in_float8(module, path)
     ]
+    if not found:
+        raise RefusedError(
+            "system.products: got float8, allowed where layers have linear modules whose sides are "
+            f"multiples of {MULTIPLE}; set system.products=plain"
+        )
     for module in found:
         module.__class__ = Float8Linear
-    return len(found)
+    return sum(module.weight.numel() for module in found)
 
 
-def multiplies_in_float8(module: nn.Module) -> bool:
-    """Whether the module is a linear layer whose sides are multiples of 16."""
-    return type(module) is nn.Linear and not any(side % MULTIPLE for side in module.weight.shape)
+def multiplies_in_float8(module: nn.Module, path: str) -> bool:
+    """Whether the module, at that path in its layer, is a linear one whose sides are multiples of
+    16. A router is not: which expert is taken hangs on what float8 rounds."""
+    if type(module) is not nn.Linear or ROUTERS & set(path.split(".")):
+        return False
+    return not any(side % MULTIPLE for side in module.weight.shape)
 
 
 def require_float8(
@@ -69,7 +85,8 @@ def require_float8(
             f"system.products: got float8 with {odd} tokens in a product, allowed a multiple of "
             f"{MULTIPLE}; change the shape or set system.products=plain"
         )
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
+    here = device.type == "cuda" and torch.cuda.is_available()  # or a plan for elsewhere
+    if here and torch.cuda.get_device_capability(device) < CAPABILITY:
         raise RefusedError(
             f"system.products: got float8, allowed from compute capability 8.9 on, which "
             f"{torch.cuda.get_device_name(device)} lacks; set system.products=plain"
@@ -77,13 +94,11 @@ def require_float8(
 
 
 class _Product(torch.autograd.Function):
-    """hidden [..., in] times the transpose of weight [out, in]."""
+    """hidden [tokens, in] times the transpose of weight [out, in]."""
 
     @staticmethod
     def forward(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        output = _times(_scaled(flat, E4M3), _scaled(weight, E4M3), fast=True)
-        return output.view(*hidden.shape[:-1], weight.shape[0])
+        return _times(_scaled(hidden, E4M3), _scaled(weight, E4M3), fast=True)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: Any) -> None:
@@ -92,16 +107,15 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden, weight = ctx.saved_tensors
-        grad = _scaled(grads[0].reshape(-1, weight.shape[0]), E5M2)
-        flat = _scaled(hidden.reshape(-1, hidden.shape[-1]), E4M3)
+        grad = _scaled(grads[0], E5M2)
         grad_hidden = _times(grad, _turned(_scaled(weight, E4M3)))
-        grad_weight = _times(_turned(grad), _turned(flat))
-        return grad_hidden.view(hidden.shape), grad_weight
+        grad_weight = _times(_turned(grad), _turned(_scaled(hidden, E4M3)))
+        return grad_hidden, grad_weight
 
 
 def _scaled(tensor: torch.Tensor, dtype: torch.dtype) -> Scaled:
-    """The tensor in float8, its largest element the largest there."""
-    most = torch.finfo(dtype).max
+    """The tensor in float8, row by row in memory, its largest element the largest there."""
+    tensor, most = tensor.contiguous(), torch.finfo(dtype).max
     # in float64, or compiled code would round the quotient otherwise
     scale = (most / tensor.abs().amax().double().clamp(min=LEAST)).float()
     return (tensor.float() * scale).clamp(-most, most).to(dtype), scale.reciprocal()

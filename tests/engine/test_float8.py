@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -86,7 +87,7 @@ def test_the_three_products_are_those_of_rounded_operands(shape: tuple[int, ...]
         g.T @ x,
         grad.double().flatten(0, -2).sum(0),
     ]
-    assert use_float8([layer]) == 1
+    assert use_float8([layer]) == 48 * 32
     for mine, right in zip(products(layer, hidden, grad), expected, strict=True):
         scale = right.abs().max().item()
         assert mine.double().view(right.shape) / scale == pytest.approx(right / scale, abs=8e-3)
@@ -101,10 +102,63 @@ def test_zeros_stay_zeros() -> None:
     assert not grad_weight.any()
 
 
-def test_layers_whose_sides_have_no_kernel_are_left_alone() -> None:
+def test_layers_whose_sides_have_no_kernel_are_left_alone_and_so_are_routers() -> None:
     layers = nn.Sequential(nn.Linear(16, 24), nn.Linear(32, 16), nn.LayerNorm(32))
-    assert use_float8([layers]) == 1
+    routed = nn.ModuleDict({"gate": nn.Linear(32, 16), "gate_proj": nn.Linear(16, 16)})
+    assert use_float8([layers, routed]) == 32 * 16 + 16 * 16
     assert [type(module) for module in layers] == [nn.Linear, Float8Linear, nn.LayerNorm]
+    assert [type(module) for module in routed.values()] == [nn.Linear, Float8Linear]
+
+
+def test_a_model_of_which_nothing_multiplies_in_float8_is_refused() -> None:
+    with pytest.raises(RefusedError, match=r"^system\.products: got float8, allowed where layers"):
+        make_engine(make_model("gpt2", dtype=BF16, n_embd=32, n_head=4), products="float8")
+
+
+def test_operands_lie_row_by_row_whatever_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU's kernels want it; those of a CPU take any."""
+    seen: list[tuple[bool, bool]] = []
+    plain = torch._scaled_mm
+
+    def watched(first: torch.Tensor, second: torch.Tensor, **given: Any) -> torch.Tensor:
+        seen.append((first.is_contiguous(), second.t().is_contiguous()))
+        return plain(first, second, **given)
+
+    monkeypatch.setattr(torch, "_scaled_mm", watched)
+    layer, hidden, _ = case((1, 16))
+    use_float8([layer])
+    turned = hidden.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    layer(turned).sum().backward()
+    assert seen == [(True, True)] * 3
+
+
+def test_what_is_done_to_an_output_in_place_is_allowed() -> None:
+    """As Llama 4 does to that of its shared expert."""
+    layer, hidden, _ = case((2, 8))
+    use_float8([layer])
+    layer.bias = None
+    output = layer(hidden.requires_grad_())
+    output.add_(1.0).sum().backward()
+    assert hidden.grad is not None
+
+
+def test_a_plan_counts_what_float8_adds() -> None:
+    """Weights made float8 in a compiled graph; an operand twice in fp32 in an eager one."""
+    plain, eager, compiled, quick = (
+        make_engine(make_model("qwen2", dtype=BF16), **options).work
+        for options in (
+            {},
+            {"products": "float8"},
+            {"products": "float8", "compile": True},
+            {"compile": True},
+        )
+    )
+    linear = 32 * (32 + 16 + 16 + 32 + 3 * 64)
+    assert compiled.float8 == linear
+    assert compiled.kept_bytes - quick.kept_bytes == linear
+    assert eager.kept_bytes == plain.kept_bytes
+    more = eager.layer_bytes(backward=True) - plain.layer_bytes(backward=True)
+    assert more == 8 * 64 * 2 * 16
 
 
 @pytest.mark.slow
@@ -178,4 +232,7 @@ def test_another_word_is_refused() -> None:
 def test_rows_say_so() -> None:
     engine = engine_of()
     assert engine.dtypes()["products"] == "float8"
-    assert engine.caveat == "the layers multiply in float8: another function than bf16's"
+    told = (
+        r"the layers multiply in float8 \(9\d% of their parameters\): another function than bf16's"
+    )
+    assert re.fullmatch(told, engine.caveat)

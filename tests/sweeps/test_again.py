@@ -28,7 +28,7 @@ def cell_of(folder: Path, *more: str) -> Cell:
     return command_of([*small, f"output_dir={folder}", *more]).cells[0]
 
 
-@pytest.mark.parametrize("system", ["megatrain", "in_memory"])
+@pytest.mark.parametrize("system", ["megatrain", "in_memory", "lora"])
 def test_another_process_goes_on_bit_for_bit(system: str, tmp_path: Path) -> None:
     row = run_cell(cell_of(tmp_path, f"system={system}"), "", Rows())
     assert (row.status, row.reason) == ("ok", "")
@@ -45,6 +45,34 @@ def test_what_is_evaluated_is_what_the_last_window_left(tmp_path: Path) -> None:
     assert saved.losses == plain.losses
     assert saved.heldout_loss == plain.heldout_loss is not None
     assert "resume_s" not in plain.counters
+
+
+def test_a_cell_that_stops_early_is_resumed_from_its_only_window(tmp_path: Path) -> None:
+    scratch = tmp_path / f"..state-{cell_of(tmp_path, 'system=megatrain').hash}-left"
+    scratch.mkdir()  # of a process that was killed while it saved
+    cell = cell_of(tmp_path, "system=megatrain", "+measure.stop_below=1000000000")
+    row = run_cell(cell, "", Rows())
+    assert row.reason.startswith("stopped after 1 of 2 windows"), row.reason
+    assert "not resumed" not in row.reason
+    assert row.counters["resumed_difference"] == 0
+    assert not list(tmp_path.glob(".*state-*"))
+
+
+def test_where_time_is_up_the_row_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study.again, "hold_against", lambda outcome, start: None)
+    outcome = Outcome(status="ok")
+    study._hold_against_again(outcome, lambda **_: outcome, deadline=0.0)
+    assert outcome.reason == "its state was not resumed: time_limit_s was up"
+
+
+def test_a_disk_without_room_for_the_log_costs_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(outcome: Outcome, start: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(study.again, "hold_against", full)
+    outcome = Outcome(status="ok", reason="first")
+    study._hold_against_again(outcome, lambda **_: outcome, deadline=float("inf"))
+    assert outcome.reason == "first; its state was not resumed: No space left on device"
 
 
 def spoiled(cell: Cell, monkeypatch: pytest.MonkeyPatch, spoil: Any) -> Row:
