@@ -171,7 +171,9 @@ def _record(item: Tagged, together: Sequence[Row]) -> dict[str, Any]:
     own = {field.name: getattr(row, field.name) for field in dataclasses.fields(Row)}
     family, mode = family_and_mode(row)
     on_gpu = bool(row.machine.get("gpu"))
-    split = host_split(row.plan, row.peak_host_bytes, on_gpu=on_gpu, num_ranks=row.num_ranks)
+    peak = row.peak_host_bytes
+    split = host_split(row.plan, peak, on_gpu=on_gpu, num_ranks=row.num_ranks)
+    unseen = peak is not None and split.get("other", 0) < -peak  # more than twice was planned
     return own | {
         "file": item.file,
         "source": item.source,
@@ -190,7 +192,8 @@ def _record(item: Tagged, together: Sequence[Row]) -> dict[str, Any]:
         "final_loss": row.losses[-1] if row.losses else None,
         "host_split": row.host_split or (split if row.status == "ok" else {}),
         "device_gb": row.peak_device_bytes and row.peak_device_bytes / GB,
-        "host_gb": row.peak_host_bytes and row.peak_host_bytes / GB,
+        "host_gb": None if unseen else row.peak_host_bytes and row.peak_host_bytes / GB,
+        "host_unseen": unseen,
         "predicted": row.plan.get("step_s") and row.batch_size * row.seq_len / row.plan["step_s"],
         "joules_per_token": row.power_w and row.tokens_per_s and row.power_w / row.tokens_per_s,
     }

@@ -239,6 +239,8 @@ def _notes(line: pd.Series) -> Iterator[str]:
         yield f"its losses differ from the reference by up to {gap}; it is not ranked"
     if isinstance(line["caveat"], str) and line["caveat"]:
         yield line["caveat"]
+    if line["host_unseen"]:
+        yield "its host memory was not seen whole: more than twice as much was planned"
     if line["num_failed"]:
         yield f"{line['num_failed']} of its repeats failed"
     windows = pd.Series(line["step_s"])

@@ -71,10 +71,7 @@ class MegaTrain(Trainer):
         rows = rows_of(micro_batch_size, ranks)
         if config.mlp_chunk >= rows * seq_len:
             config = replace(config, mlp_chunk=0)
-        float8 = 0
-        if config.products == FLOAT8:
-            require_float8(dtype, device, rows * seq_len, chunk=config.mlp_chunk)
-            float8 = use_float8(find_layers(model)[1])
+        float8 = _use_float8(model, config, dtype, device, rows * seq_len)
         decoder = Decoder(model, mlp_chunk=config.mlp_chunk)
         rehearse(decoder, dtype=dtype, device=device, micro_batch=(rows, seq_len))
         asked = asked_of(config, num_layers=decoder.num_layers, clip=recipe.clip_norm > 0)
@@ -270,6 +267,17 @@ class MegaTrain(Trainer):
     def plan(self) -> Plan:
         """Closed-form bytes by kind; allocates nothing."""
         return self._planner.plan(self.blocks)
+
+
+def _use_float8(
+    model: nn.Module, config: EngineConfig, dtype: torch.dtype, device: torch.device, num: int
+) -> int:
+    """Parameters of the layers that multiply in float8 from now on: none unless asked for. num:
+    tokens that a layer is given."""
+    if config.products != FLOAT8:
+        return 0
+    require_float8(dtype, device, num, chunk=config.mlp_chunk)
+    return use_float8(find_layers(model)[1])
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -26,7 +26,7 @@ in_memory_compiled 4e28ebdefc25
 in_memory_kept a83021244e67
 megatrain 84beb948b33a
 megatrain_fast 1d066c2f24b4
-megatrain_long f042709baee5
+megatrain_long 15b30dfab346
 megatrain_paper b08c06e93578
 published_megatrain c196c0a5a322
 superoffload 34bf51a7cf29
