@@ -68,8 +68,7 @@ def placements(num_layers: int, depth: int, streams: int, interval: int) -> list
     ]
     attended = [
         replace(base, keep_attention=1, offload_attention=num_layers),
-        replace(placed, offload_attention=(num_layers + 1) // 2),
-        *(replace(one, offload_attention=num_layers) for one in offloaded[:1]),
+        replace([placed, *offloaded][-1], offload_attention=(num_layers + 1) // 2),
     ]
     late = [replace(blocks, late_moments=True) for blocks in (base, placed, *offloaded[:1])]
     tiers = [
