@@ -204,13 +204,14 @@ def _isolated(
 def _hold_against_again(outcome: Outcome, start: Callable[..., Outcome], deadline: float) -> None:
     """Have the state of the last window resumed. What goes wrong with that costs no number."""
     print("  another process resumes the state of its last window", flush=True)
+    before = outcome.reason
     try:
         again.hold_against(outcome, start)
         why = ""
     except OSError as error:
         why = again.NOT_RESUMED.format(error.strerror or error)
     if not outcome.resumed and time.monotonic() >= deadline:
-        outcome.reason, why = "", again.NOT_RESUMED.format("time_limit_s was up")
+        outcome.reason, why = before, again.NOT_RESUMED.format("time_limit_s was up")
     outcome.reason = "; ".join(filter(None, (outcome.reason, why)))
 
 

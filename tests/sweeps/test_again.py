@@ -60,9 +60,9 @@ def test_a_cell_that_stops_early_is_resumed_from_its_only_window(tmp_path: Path)
 
 def test_where_time_is_up_the_row_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study.again, "hold_against", lambda outcome, start: None)
-    outcome = Outcome(status="ok")
+    outcome = Outcome(status="ok", reason="first")
     study._hold_against_again(outcome, lambda **_: outcome, deadline=0.0)
-    assert outcome.reason == "its state was not resumed: time_limit_s was up"
+    assert outcome.reason == "first; its state was not resumed: time_limit_s was up"
 
 
 def test_a_disk_without_room_for_the_log_costs_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
