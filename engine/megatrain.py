@@ -77,7 +77,7 @@ class MegaTrain(Trainer):
         asked = asked_of(config, num_layers=decoder.num_layers, clip=recipe.clip_norm > 0)
         asked = replace(asked, num_ranks=ranks.count)
         require_folders(config, folders)
-        masks = Masks.of(model.config, rows, seq_len, dtype.itemsize)
+        masks = Masks.of(model.config, rows, seq_len, dtype.itemsize) if packed else Masks()
         work = Work(
             layouts=[layout.in_parts(ranks.count) for layout in decoder.layouts()],
             widths=Widths.of(model.config),
@@ -90,7 +90,7 @@ class MegaTrain(Trainer):
             compiled=config.compile,
             tied=decoder.tied,
             float8=float8 // decoder.num_layers,
-            masks=masks if packed else Masks(),
+            masks=masks,
         )
         self._planner = Planner(
             work=work,

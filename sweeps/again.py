@@ -54,28 +54,39 @@ def _work(cell: Cell, emit: Emit, rates: Mapping[str, float] | None, first_step:
         emit("resumed", seconds=seconds, losses=[float(loss) for loss in losses])
 
 
-def hold_against(outcome: Outcome, start: Callable[..., Outcome]) -> None:
+def hold_against(outcome: Outcome, start: Callable[..., Outcome], deadline: float) -> None:
     """Add what the row's counters have of it: resume_s, seconds that the state of the last window
     took to be checked and read; resumed_difference, the largest difference between the losses of
     the window's first steps and of the same ones again, nats. A reason is added where it is larger
-    than two systems may differ, and where the state was not resumed.
+    than two systems may differ, and where the state was not resumed, which costs no number.
 
-    start: runs a module, with what is given beside the cell's config.
+    start: runs a module, with what is given beside the cell's config. deadline: on time.monotonic's
+    clock.
     """
+    print("  another process resumes the state of its last window", flush=True)
+    try:
+        wrong = _held_against(outcome, start) if time.monotonic() < deadline else ""
+    except OSError as error:
+        wrong = NOT_RESUMED.format(error.strerror or error)
+    if not outcome.resumed and time.monotonic() >= deadline:
+        wrong = NOT_RESUMED.format("time_limit_s was up")
+    outcome.reason = "; ".join(filter(None, (outcome.reason, wrong)))
+
+
+def _held_against(outcome: Outcome, start: Callable[..., Outcome]) -> str:
+    """What was wrong with it, if anything was."""
     window, predicted = outcome.last("losses"), outcome.last("predicted")
     rates = {"rates": predicted["prediction"]["rates"]} if predicted else {}
     again = start(MODULE, on_event=lambda _: None, first_step=window["first_step"], **rates)
-    resumed = again.last("resumed")
-    if resumed:
-        pairs = zip(resumed["losses"], window["losses"], strict=False)
-        difference = max(abs(mine - theirs) for mine, theirs in pairs)
-        outcome.resumed = {"resume_s": resumed["seconds"], "resumed_difference": difference}
-        wrong = f"its state went on with losses that differ by {difference:.2g}"
-        wrong = "" if difference <= LOSS_TOLERANCE else wrong
-    else:
-        wrong = NOT_RESUMED.format(again.reason)
-    outcome.reason = "; ".join(filter(None, (outcome.reason, wrong)))
     outcome.cell_s = (outcome.cell_s or 0.0) + (again.cell_s or 0.0)
+    resumed = again.last("resumed")
+    if not resumed:
+        return NOT_RESUMED.format(again.reason)
+    pairs = zip(resumed["losses"], window["losses"], strict=False)
+    difference = max(abs(mine - theirs) for mine, theirs in pairs)
+    outcome.resumed = {"resume_s": resumed["seconds"], "resumed_difference": difference}
+    told = f"resumed by another process, its first losses differ by {difference:.2g} nats"
+    return "" if difference <= LOSS_TOLERANCE else told
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ class Saves:
     def __init__(self, system: Any, folder: Path, *, room: int) -> None:
         """room: bytes of host memory for copies of what is saved."""
         self._system, self._folder, self._room = system, folder, room
-        self._remove()  # one of a cell that was killed
+        remove_state(folder)  # one of a cell that was killed
 
     def reserve(self) -> None:
         """Once the system is set up: take the memory of copies, where it makes any."""
@@ -122,10 +122,7 @@ class Saves:
     def end(self, *, last: bool) -> None:
         """After a window: remove it, but the last."""
         if not last:
-            self._remove()
-
-    def _remove(self) -> None:
-        remove_state(self._folder)
+            remove_state(self._folder)
 
 
 def remove_state(folder: Path) -> None:

@@ -164,7 +164,7 @@ def _run(
             _require_all_measured(cell, outcome)
         if cell.measure.save and outcome.status == "ok":
             resumed = partial(start, log=log.with_suffix(".resumed.log"))
-            _hold_against_again(outcome, resumed, deadline)
+            again.hold_against(outcome, resumed, deadline)
     except ValueError:
         log.unlink(missing_ok=True)
         raise
@@ -199,20 +199,6 @@ def _isolated(
             wrapper=cell.process.wrapper,
             num_ranks=cell.process.num_ranks,
         )
-
-
-def _hold_against_again(outcome: Outcome, start: Callable[..., Outcome], deadline: float) -> None:
-    """Have the state of the last window resumed. What goes wrong with that costs no number."""
-    print("  another process resumes the state of its last window", flush=True)
-    before = outcome.reason
-    try:
-        again.hold_against(outcome, start)
-        why = ""
-    except OSError as error:
-        why = again.NOT_RESUMED.format(error.strerror or error)
-    if not outcome.resumed and time.monotonic() >= deadline:
-        outcome.reason, why = before, again.NOT_RESUMED.format("time_limit_s was up")
-    outcome.reason = "; ".join(filter(None, (outcome.reason, why)))
 
 
 def _require_all_measured(cell: Cell, outcome: Outcome) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -58,20 +59,19 @@ def test_a_cell_that_stops_early_is_resumed_from_its_only_window(tmp_path: Path)
     assert not list(tmp_path.glob(".*state-*"))
 
 
-def test_where_time_is_up_the_row_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(study.again, "hold_against", lambda outcome, start: None)
+def test_where_time_is_up_the_row_says_so() -> None:
     outcome = Outcome(status="ok", reason="first")
-    study._hold_against_again(outcome, lambda **_: outcome, deadline=0.0)
+    hold_against(outcome, pytest.fail, deadline=0.0)
     assert outcome.reason == "first; its state was not resumed: time_limit_s was up"
 
 
-def test_a_disk_without_room_for_the_log_costs_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(outcome: Outcome, start: Any) -> None:
+def test_a_disk_without_room_for_the_log_costs_no_number() -> None:
+    def full(*_: Any, **__: Any) -> Outcome:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(study.again, "hold_against", full)
-    outcome = Outcome(status="ok", reason="first")
-    study._hold_against_again(outcome, lambda **_: outcome, deadline=float("inf"))
+    window = {"event": "losses", "first_step": 1, "losses": [1.0]}
+    outcome = Outcome(status="ok", reason="first", events=[window])
+    hold_against(outcome, full, deadline=math.inf)
     assert outcome.reason == "first; its state was not resumed: No space left on device"
 
 
@@ -116,7 +116,9 @@ def test_losses_that_are_others_are_said() -> None:
         resumed = {"event": "resumed", "seconds": 2.0, "losses": [3.688, 3.744]}
         return Outcome(events=[resumed])
 
-    hold_against(outcome, start)
+    hold_against(outcome, start, deadline=math.inf)
     assert asked == [("sweeps.again", 23)]
     assert outcome.resumed == {"resume_s": 2.0, "resumed_difference": pytest.approx(0.113)}
-    assert outcome.reason == "first; its state went on with losses that differ by 0.11"
+    assert outcome.reason == (
+        "first; resumed by another process, its first losses differ by 0.11 nats"
+    )
