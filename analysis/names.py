@@ -1,5 +1,6 @@
 """What a system is called and in which colour it is drawn, everywhere the same."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ SYSTEMS: dict[str, tuple[str, str, str]] = WORDS["systems"]
 STATUSES: dict[str, str] = WORDS["statuses"]
 SETTINGS: dict[str, str] = WORDS["settings"]
 VALUES: dict[str, dict[Any, str]] = WORDS["values"]
+GPU_WORDS = re.compile(r"NVIDIA |GeForce |[ -](SXM\d|\d+GB?|HBM\d\w*)(?![\w])")
+"""What of a GPU's name is not said."""
 
 
 def throttled(reasons: Any) -> str:
@@ -61,17 +64,22 @@ def value(path: str, given: Any) -> str:
     return str(int(given)) if isinstance(given, float) and given.is_integer() else str(given)
 
 
+def gpu(driver_name: str) -> str:
+    """`H100` of NVML's `NVIDIA H100 80GB HBM3`: without maker, memory and socket."""
+    return GPU_WORDS.sub("", driver_name).strip()
+
+
 def machine(lines: pd.DataFrame) -> str:
     """`one H200, 64 cores, 550 GB of host memory`: decimal GB, as everywhere. GPUs are those that
     were trained on, from the fewest to the most."""
-    details, gpu = lines.iloc[0]["machine_details"], "no GPU"
+    details, told_gpu = lines.iloc[0]["machine_details"], "no GPU"
     if details.get("gpu"):
         numbers = sorted({int(lines["num_ranks"].min()), int(lines["num_ranks"].max())})
         many = " to ".join(map(str, numbers)) if numbers != [1] else "one"
-        gpu = f"{many} {details['gpu'].split()[-1]}{'s' if numbers != [1] else ''}"
+        told_gpu = f"{many} {gpu(details['gpu'])}{'s' if numbers != [1] else ''}"
     host = details.get("host_bytes")
     told = f", {host / 1e9:.0f} GB of host memory" if host else ""
-    return f"{gpu}, {details.get('num_cores')} cores{told}"
+    return f"{told_gpu}, {details.get('num_cores')} cores{told}"
 
 
 def work(lines: pd.DataFrame) -> str:

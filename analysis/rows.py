@@ -20,6 +20,7 @@ from typing import Any
 import pandas as pd
 import psutil
 
+from analysis import names
 from sweeps import runfile
 from sweeps.agreement import COMPARED_STEPS, compared, is_compiled
 from sweeps.identity import (
@@ -201,7 +202,7 @@ def _record(item: Tagged, together: Sequence[Row]) -> dict[str, Any]:
 
 def machine_name(machine: Mapping[str, Any]) -> str:
     """`h200-16c`: the GPU, how many if several, and the cores; `cpu-2c` without a GPU."""
-    gpu = str(machine.get("gpu") or "cpu").split()[-1].lower()
+    gpu = names.gpu(machine.get("gpu") or "cpu").lower().replace(" ", "-")
     count = machine.get("num_gpus") or 1
     return f"{gpu}{f'x{count}' if count > 1 else ''}-{machine.get('num_cores') or '?'}c"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis import record, rows
+from analysis import names, record, rows
 from tests.analysis.test_record import lines_of
 from tests.made_rows import H200, curve, framed, row, save
 
@@ -146,4 +146,23 @@ def test_the_rows_that_a_study_shares_are_another_s_measurement() -> None:
 
 def test_machines_are_named_by_what_they_have() -> None:
     assert rows.machine_name({"gpu": "NVIDIA H200", "num_gpus": 4, "num_cores": 64}) == "h200x4-64c"
+    assert rows.machine_name({"gpu": "NVIDIA H100 80GB HBM3", "num_cores": 16}) == "h100-16c"
     assert rows.machine_name({"gpu": None, "num_cores": 2}) == "cpu-2c"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H200 NVL", "H200 NVL"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA GH200 144G HBM3e", "GH200"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100 80GB PCIe", "A100 PCIe"),
+        ("NVIDIA RTX A6000", "RTX A6000"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+    ],
+)
+def test_a_gpu_is_called_as_people_call_it(name, said):
+    assert names.gpu(name) == said
