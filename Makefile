@@ -34,7 +34,7 @@ ablation: $(INSTALLED) ## one study: make ablation NAME=double_buffering (see co
 # What is trained on is made here, without downloads: sums and products as text, and a small model that has read the standard
 # library (BASE). For weights and text of your own see conf/experiment/quality.yaml.
 QUALITY = outputs/quality_base
-BASE = $(shell command -v nvidia-smi >/dev/null && echo "model=qwen2.5-0.5b train.steps=2000 recipe.lr=3e-4 recipe.warmup_steps=100" || echo "model=tiny train.steps=40")
+BASE = $(shell command -v nvidia-smi >/dev/null && echo "model=qwen2.5-0.5b train.steps=750 recipe.lr=3e-4 recipe.warmup_steps=100" || echo "model=tiny train.steps=40")
 ONLY_EAGER = $(shell command -v nvidia-smi >/dev/null || echo "system.compile=false")
 quality: $(INSTALLED) ## does it learn the same? a checkpoint trained on under every system, LoRA and QLoRA beside them
 	$(BIN)/python -m sweeps.sums $(QUALITY)/sums.jsonl

@@ -16,10 +16,10 @@ def answer(study: Study, lines: pd.DataFrame) -> str:
     ready = lead[speeds.comparable(lead)]
     if not lead["tokens_per_s"].notna().any():
         return "Nothing was measured; below stands why."
-    if not len(ready):
-        return "Nothing was measured whose losses agree, so nothing is ranked."
     if study.figure == "quality":
         return _quality(lead)
+    if not len(ready):
+        return "Nothing was measured whose losses agree, so nothing is ranked."
     if study.compares:
         return _comparison(study, ready)
     if study.effect:
@@ -97,9 +97,19 @@ def _effect(study: Study, ready: pd.DataFrame) -> str:
     if not len(old) or not len(new):
         return "The two settings of the question were not both measured in this run."
     known = _known(speeds.ratio(new.iloc[0], old.iloc[0]), change=True)
+    if ends == [False, True]:
+        return f"With the {names.setting(x)}, tokens/s change by {known}.{_resumed(new.iloc[0])}"
     going = f"{' to '.join(names.value(x, end) for end in ends)} {names.setting(x)}"
     going += f", with {' and '.join(_at(new.iloc[0], path) for path in at)}," if at else ""
     return f"Going from {going} changes tokens/s by {known}."
+
+
+def _resumed(line: Any) -> str:
+    """What another process made of the state that the line saved, where one did."""
+    apart = line["counters"].get("resumed_difference")
+    if apart is None:
+        return ""
+    return f" Another process resumed it: its losses lie {apart:.2g} nats from the first one's."
 
 
 def _settings(study: Study, ready: pd.DataFrame) -> str:
@@ -144,10 +154,11 @@ def _quality(lead: pd.DataFrame) -> str:
     ends, told, base = same["heldout_loss"], [], names.name(same.iloc[0])
     if len(same) > 1:
         gap, base = ends.max() - ends.min(), "their mean"
-        apart = f"within {gap:.2g} nats of each other" if gap else "at the same held-out loss"
-        told = [f"{len(same)} ways to train every parameter end {apart}."]
+        apart = f"within {gap:.2g} nats of each other" if gap else "at the same loss"
+        told = [f"{len(same)} systems with an exact master end {apart} on held-out text."]
     for _, line in others.iterrows():
         gap = line["heldout_loss"] - ends.mean()
         apart = f"{abs(gap):.2g} nats {'above' if gap > 0 else 'below'} {base}"
-        told.append(f"On held-out text {names.name(line)} ends {apart}.")
+        held = "" if told else " on held-out text"
+        told.append(f"{names.name(line)} ends {apart}{held}.")
     return " ".join(told)

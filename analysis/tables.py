@@ -12,7 +12,7 @@ import pandas as pd
 
 from analysis import names, speeds, studies
 from analysis.studies import Study
-from sweeps.agreement import ADAPTERS, REFERENCE, STAND_IN
+from sweeps.agreement import ADAPTERS, COMPARED_STEPS, REFERENCE, STAND_IN
 
 NONE = "—"
 WORDS = {"system", "model", "machine", "the paper's machine", "commit", "state"}
@@ -85,7 +85,7 @@ def axes(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
         each = ordered["tokens_per_s"] / ordered["num_ranks"]
         alone = each.where(ordered["num_ranks"] == 1).groupby([ordered["family"], ordered["mode"]])
         shown["efficiency"] = _text(each / alone.transform("max"), ".0%")
-    return pd.DataFrame(shown | _memory(ordered)).fillna(NONE)
+    return pd.DataFrame(shown | _states(ordered) | _memory(ordered)).fillna(NONE)
 
 
 def rank(lines: pd.DataFrame) -> pd.DataFrame:
@@ -160,6 +160,22 @@ def _memory(lines: pd.DataFrame) -> dict[str, pd.Series]:
     }
 
 
+def _states(lines: pd.DataFrame) -> dict[str, pd.Series]:
+    """What one state took, where some line saved any: that of its last window."""
+    counted = [one[-1] if one else {} for one in lines["window_counters"]]
+    last = pd.DataFrame(counted, lines.index).reindex(columns=["saved_bytes", "save_s"])
+    if not last["saved_bytes"].notna().any():
+        return {}
+    again = pd.DataFrame(list(lines["counters"]), lines.index)
+    again = again.reindex(columns=["resume_s", "resumed_difference"])
+    return {
+        "state GB": _text(last["saved_bytes"] / 1e9, ".3g"),
+        "write s": _text(last["save_s"], ".0f"),
+        "resume s": _text(again["resume_s"], ".0f"),
+        "resumed losses off": _text(again["resumed_difference"], ".0e"),
+    }
+
+
 def value(line: pd.Series, path: str) -> str:
     """A value of an axis in words; a system or a rung of the ladder by its name."""
     if path in ("system", "system.preset"):
@@ -196,8 +212,8 @@ def losses(line: pd.Series) -> str:
 def base_title(study: Study) -> str:
     """What the lines are held against, in words."""
     if study.effect:
-        x = str(study.x)
-        return f"{names.setting(x)} {names.value(x, study.effect['from'])}"
+        x, first = str(study.x), names.value(str(study.x), study.effect["from"])
+        return first if x in names.VALUES else f"{names.setting(x)} {first}"
     return "ZeRO-3" if study.hue == "system" else "the first line"
 
 
@@ -234,7 +250,8 @@ def _notes(line: pd.Series) -> Iterator[str]:
         else:
             yield f"{told}: {reason}" if reason else told
         return
-    if line["agrees"] is False and line["system"] != REFERENCE:
+    learnt = len(line["losses"]) > COMPARED_STEPS and not pd.isna(line["heldout_loss"])
+    if line["agrees"] is False and line["system"] != REFERENCE and not learnt:
         gap = f"{line['max_loss_difference']:.0e}"
         yield f"its losses differ from the reference by up to {gap}; it is not ranked"
     if isinstance(line["caveat"], str) and line["caveat"]:

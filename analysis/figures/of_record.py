@@ -149,8 +149,9 @@ def pareto(lines: pd.DataFrame) -> Figure:
 
 def energy(lines: pd.DataFrame) -> Figure:
     """Joules that the device takes for a token under each system of a run: of the largest model of
-    which a run knows several. The interval is that of the speed, at the mean power."""
+    which a run knows several systems. The interval is that of the speed, at the mean power."""
     known = lines[lines["joules_per_token"].notna() & speeds.comparable(lines)]
+    known = known.drop_duplicates([*RUN, "family", "mode"])
     runs = [part for _, part in known.groupby(RUN) if len(part) > 1]
     shown = max(runs, key=lambda run: (run["num_params"].max(), len(run)))
     shown = shown.sort_values("joules_per_token")

@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from analysis import answers, names, paper, speeds, studies, tables
 from analysis.figures import style
@@ -179,6 +179,11 @@ def quality(study: Study, lines: pd.DataFrame) -> Figure:
             gap.plot(gaps[place], linewidth=0.5, alpha=0.4, color=look["color"], marker="")
             mean = gaps[place].rolling(1 + len(gaps) // 20, min_periods=1).mean()
             gap.plot(mean, **look | {"linestyle": "-", "linewidth": 1.6})
+    for one in (tokens, hours):
+        one.set_yscale("log")
+        one.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        one.yaxis.set_major_formatter("{x:g}")
+        one.yaxis.set_minor_formatter(NullFormatter())
     tokens.set(xlabel="million tokens", ylabel="held-out loss (nats)")
     hours.set(xlabel="hours of training")
     hours.xaxis.set_major_locator(MaxNLocator(4))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from analysis import __main__ as command
-from analysis import report, rows, studies, tables
+from analysis import answers, report, rows, studies, tables
 from analysis.figures import of_study
 from tests.made_rows import CPU, H200, framed, row, save
 from tests.study_rows import batch_rows, config, factor_rows, grid_rows, ladder_rows, size_rows
@@ -223,3 +223,38 @@ def test_a_study_of_ranks_has_efficiencies_and_predicts_what_the_machine_lacks()
     (drawn,) = (one for one in hollow if len(one.get_xdata()) == 2)
     assert list(drawn.get_xdata()) == [4, 8]
     assert list(drawn.get_ydata()) == pytest.approx([32 * 1024 * 4 / 2.2, 32 * 1024 * 8 / 2.2])
+
+
+def test_a_saved_state_stands_beside_what_it_costs() -> None:
+    """What the last one took, and what another process made of it."""
+    once = {"saved_bytes": 9.1e10, "save_s": 69.4, "save_wait_s": 6.3}
+    again = {"resume_s": 157.4, "resumed_difference": 3.9e-5}
+    rows = [
+        row(
+            "megatrain",
+            [2.0] * 3,
+            experiment="saving",
+            cell="one",
+            config=config() | {"measure": {"save": False}},
+        ),
+        row(
+            "megatrain",
+            [2.1] * 3,
+            experiment="saving",
+            cell="two",
+            config=config() | {"measure": {"save": True}},
+            window_counters=[once | {"save_s": 80.0}, once],
+            counters={name: 2 * value for name, value in once.items()} | again,
+        ),
+    ]
+    ((study, found),) = report.sections(framed(rows))
+    table = tables.of(study, found)
+    assert table["vs not saved"].str.startswith("−4.8%").tolist() == [False, True]
+    states = ["state GB", "write s", "resume s", "resumed losses off"]
+    assert table[states].to_numpy().tolist() == [["—"] * 4, ["91", "69", "157", "4e-05"]]
+    told = answers.answer(study, found)
+    assert told.startswith("With the state saved in every window, tokens/s change by −4.8%")
+    assert told.endswith("its losses lie 3.9e-05 nats from the first one's.")
+    ((study, found),) = report.sections(framed(rows[:1]))
+    assert "state GB" not in tables.of(study, found)
+    assert answers.answer(study, found).startswith("The two settings")
