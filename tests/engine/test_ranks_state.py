@@ -4,6 +4,7 @@ or absent too."""
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,10 @@ def test_where_one_rank_cannot_write_no_directory_appears(tmp_path, monkeypatch)
 def test_where_the_first_rank_cannot_commit_the_others_say_so(late, tmp_path, monkeypatch):
     """late: what the other begins when the folder that it is to write in has gone already."""
 
+    waits = threading.Event()
+
     def fails(self: Saver, whole: Path, files: Any) -> Any:
+        assert not late or waits.wait(60)  # or the other would still write into what is removed
         raise OSError("no room")
 
     monkeypatch.setattr(Saver, "_of_all", fails)
@@ -143,6 +147,8 @@ def test_where_the_first_rank_cannot_commit_the_others_say_so(late, tmp_path, mo
         begins = getattr(Saver, late)
 
         def once_gone(self: Saver, *given: Any) -> None:
+            if self._ranks.index:
+                waits.set()
             while self._ranks.index and (self._scratch is None or self._scratch.exists()):
                 time.sleep(0.001)
             begins(self, *given)
