@@ -45,8 +45,6 @@ COPIERS = max(1, len(os.sched_getaffinity(0)) // 4)
 which with clipping is a whole forward and backward, no update waits for."""
 WRITERS = max(2, min(COPIERS, 4))
 """Some blocks are digested while others are written."""
-NICE = 10
-"""Of a writer: a tenth of the share of a core that another thread has."""
 REFUSED = "refused: "
 """Before what the first rank says in place of a path."""
 ON_DISK = "on disk"
@@ -138,8 +136,7 @@ class Saver:
     def __init__(self, store: Store) -> None:
         self._store, self._ranks = store, store.ranks
         self._closing = threading.Event()
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="save")
-        self._writers = ThreadPoolExecutor(WRITERS, "write", initializer=_give_way)
+        self._threads = ThreadPoolExecutor(WRITERS + 1, thread_name_prefix="save")
         self._copiers = ThreadPoolExecutor(COPIERS, thread_name_prefix="copy")
         self._last: Future[None] | None = None
         self._scratch: Path | None = None
@@ -245,7 +242,7 @@ class Saver:
                     if any(write.done() and write.exception() for write in writes):
                         break  # which `_commit` raises
                     path = file_of(whole, block, self._ranks.index, self._ranks.count)
-                    writes.append(self._writers.submit(_write_block, path, tensors))
+                    writes.append(self._threads.submit(_write_block, path, tensors))
             finally:
                 taking.give_up()
                 self._taking = None
@@ -266,7 +263,7 @@ class Saver:
                 # a copy: the next step changes the store
                 tensors = {k: t.to("cpu", copy=True) for k, t in tensors_of(state).items()}
                 path = file_of(whole, block, self._ranks.index, self._ranks.count)
-                write = self._writers.submit(_write_block, path, tensors)
+                write = self._threads.submit(_write_block, path, tensors)
                 writes.append(write)
                 copied.append((num_bytes, write))
                 del tensors
@@ -368,7 +365,6 @@ class Saver:
         finally:
             self._threads.shutdown()
             self._copiers.shutdown()
-            self._writers.shutdown()
             self._forget()
 
     def _forget(self) -> None:
@@ -377,11 +373,6 @@ class Saver:
         if self._arena is not None:
             self._arena.close()
             self._arena = None
-
-
-def _give_way() -> None:
-    """This thread runs where the optimizer's leave a core idle: the disk is slower than either."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def _move(target: torch.Tensor, source: torch.Tensor) -> None:
