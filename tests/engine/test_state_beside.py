@@ -158,6 +158,22 @@ def test_without_room_nothing_is_kept(model, tmp_path):
         assert held <= room
 
 
+def test_what_the_host_updates_is_copied_first(model, tmp_path, monkeypatch):
+    """A GPU copies its own blocks by itself, and whoever waits for it copies nothing meanwhile."""
+    monkeypatch.setattr(state, "COPIERS", 1)
+    engine, asked = make_engine(model, recipe=RECIPE, device_optimizer=2), []
+    copied = state.Taking.copied
+
+    def noted(self: state.Taking, block: int) -> dict[str, torch.Tensor]:
+        asked.append(block)
+        return copied(self, block)
+
+    monkeypatch.setattr(state.Taking, "copied", noted)
+    engine.save_beside(tmp_path / "beside", room=ROOM)
+    engine.saved()
+    assert asked == [2, 3, 4, 5, 0, 1]
+
+
 def test_reserved_memory_is_what_states_are_copied_into(model, tmp_path):
     engine = make_engine(model, recipe=RECIPE)
     train(engine, 1)

@@ -340,6 +340,7 @@ MUTANTS = (
         ("C24", "            self._left.pop(block, None)\n", "", BESIDE),
         ("C25", "            raise self._error\n", "            pass\n", BESIDE),
         ("C26", "                self._forget()\n", "                pass\n", BESIDE),
+        ("C27", "first = self._store.spec.on_device", "first = 0", BESIDE),
         ("C18", "last, self._last = self._last, None", "last = self._last"),
     ),
     *_changes(
