@@ -51,7 +51,8 @@ class Blocks:
     optimizer_overlap: bool = True
     late_moments: bool = False
     disk_blocks: int = 0
-    """Last blocks whose optimizer state, all of it beside the weights, lies on disk."""
+    """Blocks whose optimizer state, all of it beside the weights, lies on disk: the last layers; the
+    head after all others, for the longest of them says how long the buffers are."""
     num_ranks: int = 1
     """Processes that train together; each has one of as many equal parts of every block."""
 
@@ -104,7 +105,9 @@ class Blocks:
     @property
     def on_disks(self) -> range:
         """Blocks whose optimizer state lies on disk."""
-        return range(self.num_blocks - self.disk_blocks, self.num_blocks)
+        if self.disk_blocks > self.head - self.device_optimizer:
+            return self.hosted
+        return range(self.head - self.disk_blocks, self.head)
 
     def on_disk(self, block: int) -> bool:
         """Whether the block's optimizer state lies on disk."""

@@ -71,8 +71,8 @@ class EngineConfig:
     """1 loads the weights of layers whose activations are kept a second time, for their backward,
     so that they need no device memory of their own; 0 keeps them there; -1: the planner chooses."""
     disk_blocks: int = 0
-    """Last blocks (layers, then the head) whose optimizer state beside the weights lies on disk;
-    -1: as few as there must be."""
+    """Last layers (after them the embedding, then the head) whose optimizer state beside the
+    weights lies on disk; -1: as few as there must be."""
     optimizer_overlap: bool = True
     """Update layers beside the next forward (without clipping, beside the backward too); false:
     between steps, serially."""

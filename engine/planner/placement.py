@@ -47,17 +47,27 @@ def checkpoint_interval(
     return next(filter(fits, tried), min(tried, key=device_bytes)).checkpoint_interval
 
 
-def fewest_on_disk(asked: Blocks, *, place: Callable[[Blocks], Blocks], fits: Fits) -> Blocks:
-    """As little state on disk as there must be: the drives are the slowest; with all of it there,
-    for `plan` to refuse, where even that does not fit. place: chooses all else."""
+def fewest_on_disk(asked: Blocks, *, fits: Fits, device_bytes: Callable[[Blocks], int]) -> Blocks:
+    """`asked` with as little state on disk as there must be, the drives being the slowest: all that
+    the device has room for is there, in the place of activations. With all of it on disk, for
+    `plan` to refuse, where even that does not fit."""
+    devices = _open(asked.device_optimizer, asked.num_blocks)
 
     def with_so_many(number: int) -> Blocks:
-        return place(replace(asked, disk_blocks=number))
+        return replace(asked, disk_blocks=number)
 
-    if fits(none := with_so_many(0)):
-        return none
+    def has_room(number: int) -> bool:
+        blocks = with_so_many(number)
+        if blocks.checkpoint_interval == AUTO:
+            interval = checkpoint_interval(blocks, fits=fits, device_bytes=device_bytes)
+            blocks = replace(blocks, checkpoint_interval=interval)
+        plain = nothing_moved(blocks)
+        return any(fits(replace(plain, device_optimizer=here)) for here in devices)
+
+    if has_room(0):
+        return with_so_many(0)
     numbers = range(1, asked.num_blocks + 1)  # buffers cost more than the first few save
-    return with_so_many(numbers[bisect(numbers[:-1], True, key=lambda n: fits(with_so_many(n)))])
+    return with_so_many(numbers[bisect(numbers[:-1], True, key=has_room)])
 
 
 def choose(
@@ -95,6 +105,8 @@ def choose(
 
     strides = -(-len(devices) // 16), -(-len(offloads) // 8)
     chosen = best(itertools.product(devices[:: strides[0]], offloads[:: strides[1]]))
+    if chosen is None:  # room may lie between the points of the grid
+        chosen = best(itertools.product(devices, offloads[:1]))
     if chosen is None:  # nothing fits: the smallest, which plan() will refuse
         return replace(
             asked,

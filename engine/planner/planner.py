@@ -100,9 +100,13 @@ class Planner:
 
     def placed(self, asked: Blocks) -> Blocks:
         """`asked` with what was left open chosen."""
-        if asked.disk_blocks != AUTO:
-            return self._placed(asked)
-        return placement.fewest_on_disk(asked, place=self._placed, fits=self._fits)
+        if asked.disk_blocks == AUTO:
+            given = asked if self.device.type == "cuda" else placement.nothing_moved(asked)
+            fewest = placement.fewest_on_disk(
+                given, fits=self._fits, device_bytes=self._device_total
+            )
+            asked = replace(asked, disk_blocks=fewest.disk_blocks)
+        return self._placed(asked)
 
     def _placed(self, asked: Blocks) -> Blocks:
         """All but what is on disk; on the CPU nothing is gained by moving things."""

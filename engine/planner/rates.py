@@ -31,6 +31,7 @@ PROBE_NUMEL = 1 << 26
 PROBE_SIZE = 8192
 PROBE_BYTES = 1 << 28
 DISK_BYTES = 1 << 30
+DISK_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,22 +112,26 @@ def _probe(device: torch.device, num_threads: int, pinned: bool, use_native: boo
 
 
 def disk_rates(folders: Sequence[Path]) -> tuple[float, float]:
-    """Bytes a second read from and written to the drives at once, as a step does it; a few seconds,
-    and twice DISK_BYTES of room for that time."""
+    """Bytes a second read from and written to the drives at once, as a step does it; DISK_SECONDS
+    and a few, for many drives are faster at first, and twice DISK_BYTES of room for that time."""
     here, there = Arena([DISK_BYTES] * 2, pinned="none").pieces
     drives = Drives(folders, 2 * DISK_BYTES)
+    count, read_s, written_s = 0, 0.0, 0.0
     try:
-        drives.write(0, here)
+        drives.write(0, here)  # a file system does more for bytes that were never written
+        drives.write(DISK_BYTES, there)
         with ThreadPoolExecutor(1) as other:
-            started = time.perf_counter()
-            writing = other.submit(drives.write, DISK_BYTES, there)
-            drives.read(0, here)
-            read_s = time.perf_counter() - started
-            writing.result()
-            written_s = time.perf_counter() - started
+            while written_s < DISK_SECONDS:
+                started = time.perf_counter()
+                writing = other.submit(drives.write, DISK_BYTES, there)
+                drives.read(0, here)
+                read_s += time.perf_counter() - started
+                writing.result()
+                written_s += time.perf_counter() - started
+                count += 1
     finally:
         drives.close()
-    return DISK_BYTES / read_s, DISK_BYTES / written_s
+    return count * DISK_BYTES / read_s, count * DISK_BYTES / written_s
 
 
 def peer_rate(device: torch.device, ranks: Ranks) -> float:
