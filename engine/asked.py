@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from engine.blocks import Blocks
-from engine.config import ATTENTION, PLACED, EngineConfig
+from engine.config import ALL, ATTENTION, PLACED, EngineConfig
 from engine.ranks import Ranks
 
 
@@ -21,6 +21,8 @@ def asked_of(config: EngineConfig, *, num_layers: int, clip: bool) -> Blocks:
     is."""
     names = {f.name for f in fields(Blocks)} & {f.name for f in fields(config)}
     chosen = {name: getattr(config, name) for name in names}
+    if config.disk_blocks == ALL:
+        chosen["disk_blocks"] = num_layers + 2 - max(0, config.device_optimizer)
     blocks = Blocks(num_layers=num_layers, clip=clip, **chosen)
     limits = dict.fromkeys((*PLACED, *ATTENTION), num_layers)
     limits |= {"device_optimizer": blocks.num_blocks, "reload_weights": 1}

@@ -51,8 +51,8 @@ class Blocks:
     optimizer_overlap: bool = True
     late_moments: bool = False
     disk_blocks: int = 0
-    """Blocks whose optimizer state, all of it beside the weights, lies on disk: the last layers; the
-    head after all others, for the longest of them says how long the buffers are."""
+    """Blocks whose optimizer state, all of it beside the weights, lies on disk: the last layers;
+    the head after all others, for the longest says how long the buffers are."""
     num_ranks: int = 1
     """Processes that train together; each has one of as many equal parts of every block."""
 

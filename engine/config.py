@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 AUTO = -1
 """Option value that leaves the choice to the planner."""
+ALL = -2
+"""Of `disk_blocks`: every block that is not on the device."""
 MASTERS = ("split", "fp32", "bf16")
 """What a bf16 system updates: an fp32 master, held as bf16 weight + int16 remainder (12 bytes a
 parameter with the moments) or apart (14), or the bf16 weight itself (10), as the published code
@@ -72,7 +74,7 @@ class EngineConfig:
     so that they need no device memory of their own; 0 keeps them there; -1: the planner chooses."""
     disk_blocks: int = 0
     """Last layers (after them the embedding, then the head) whose optimizer state beside the
-    weights lies on disk; -1: as few as there must be."""
+    weights lies on disk; -1: as few as there must be, -2: all that is not on the device."""
     optimizer_overlap: bool = True
     """Update layers beside the next forward (without clipping, beside the backward too); false:
     between steps, serially."""
@@ -108,8 +110,9 @@ class EngineConfig:
             self._check_least(name, 1)
         for name in ("gradient_slabs", "mlp_chunk", "num_threads"):
             self._check_least(name, 0)
-        for name in ("checkpoint_interval", "disk_blocks", *ATTENTION, *PLACED):
+        for name in ("checkpoint_interval", *ATTENTION, *PLACED):
             self._check_least(name, AUTO)
+        self._check_least("disk_blocks", ALL)
         if self.checkpoint_interval == 0:
             raise self._refusal("checkpoint_interval", "-1 or an integer >= 1", 1)
         if self.num_threads > MAX_THREADS:
