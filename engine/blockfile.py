@@ -2,6 +2,9 @@
 
 A virtual machine's memory may grow as it is touched, and then a new page of the cache is slower
 than the disk. Where a file system refuses O_DIRECT the cache is used, and given back.
+
+What lies in whole pages is written from where it lies: saving beside training costs what its bytes
+take of the memory that the optimizer is waiting for.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ import torch
 
 CHUNK = 16 << 20
 """Bytes that are moved at a time; whole pages, as O_DIRECT needs."""
+IN_PLACE = 4 << 20
+"""Bytes that are written at a time from where they lie: few enough to be in a cache still when they
+were digested."""
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I16": torch.int16}
 """What a state has, by the names of a header."""
 NUMBER = 8
@@ -43,7 +49,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], block: str) -> tuple[
         entry = {"dtype": names[tensor.dtype], "shape": list(tensor.shape)}
         header[name] = entry | {"data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % NUMBER)
+    text += b" " * (-(NUMBER + len(text)) % mmap.PAGESIZE)  # tensors begin at a page
     first = bytearray(len(text).to_bytes(NUMBER, "little") + text)
     sources = [_view_of(tensor) for _, tensor in ordered]
     with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as (file, pages):
@@ -109,15 +115,21 @@ def _opened(path: Path, flags: int) -> Iterator[tuple[int, memoryview]]:
 
 
 def _joined(sources: list[memoryview], pages: memoryview) -> Iterator[memoryview]:
-    """The bytes of all, in pieces of as many as there are pages, but for the last."""
+    """The bytes of all in pieces of whole pages, but for the last, and of as many as `pages` has at
+    most: where they lie, or copied into `pages` where that is not at the beginning of one."""
     filled = 0
     for source in sources:
         while source:
             count = min(len(pages) - filled, len(source))
+            in_place = min(count, IN_PLACE) // mmap.PAGESIZE * mmap.PAGESIZE
+            if not filled and in_place and not _address(source) % mmap.PAGESIZE:
+                yield source[:in_place]
+                source = source[in_place:]
+                continue
             _copy(source[:count], pages[filled:])
             source, filled = source[count:], filled + count
-            if filled == len(pages):
-                yield pages
+            if filled % mmap.PAGESIZE == 0:
+                yield pages[:filled]
                 filled = 0
     yield pages[:filled]
 
@@ -161,5 +173,9 @@ def _view_of(tensor: torch.Tensor) -> memoryview:
 
 def _copy(source: memoryview, target: memoryview) -> None:
     """By this thread alone, which lets others run."""
-    first, second = (ctypes.c_char.from_buffer(view) for view in (source, target))
-    ctypes.memmove(ctypes.addressof(second), ctypes.addressof(first), len(source))
+    ctypes.memmove(_address(target), _address(source), len(source))
+
+
+def _address(view: memoryview) -> int:
+    """Of its first byte."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))

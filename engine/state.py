@@ -160,13 +160,11 @@ class Saver:
             return
         states = self._store.states
         ours = [t for state in states for t in tensors_of(state).values() if t.is_cuda]
-        sizes = [t.nbytes + -t.nbytes % PAGE for t in ours]
-        self._arena = Arena(sizes, pinned=self._store.spec.pinned)
+        self._arena = Arena([_whole_pages(t) for t in ours], pinned=self._store.spec.pinned)
         pieces = iter(self._arena.pieces)
         for block, state in enumerate(states):
-            tensors = tensors_of(state)
             self._copies[block] = (
-                {name: next(pieces)[: t.nbytes].view(t.dtype) for name, t in tensors.items()}
+                _laid(tensors_of(state), pieces)
                 if state.weight.is_cuda
                 else _copies_for(self._store, block)
             )
@@ -381,8 +379,19 @@ def _move(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _like(tensors: Tensors) -> Tensors:
-    """Host memory for copies of them. Zeroing is the parallel first touch."""
-    return {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in tensors.items()}
+    """Host memory for copies of them, each at the beginning of a page."""
+    arena = Arena([_whole_pages(t) for t in tensors.values()], pinned="none")
+    return _laid(tensors, iter(arena.pieces))
+
+
+def _whole_pages(tensor: torch.Tensor) -> int:
+    """Bytes of the pages that it takes."""
+    return tensor.nbytes + -tensor.nbytes % PAGE
+
+
+def _laid(tensors: Tensors, pieces: Iterator[torch.Tensor]) -> Tensors:
+    """Pieces of an arena as copies of tensors."""
+    return {name: next(pieces)[: t.nbytes].view(t.dtype) for name, t in tensors.items()}
 
 
 def _copies_for(store: Store, block: int) -> Tensors:

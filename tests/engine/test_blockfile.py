@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from engine import blockfile
+from engine.state import _like
 
 CHUNK = 2 * mmap.PAGESIZE
 SIZES = [1, 2, 5, 700, CHUNK // 2, CHUNK // 2 + 1, 5 * CHUNK]
@@ -85,6 +86,15 @@ def test_all_but_a_rest_of_less_than_a_page_goes_past_the_cache(tmp_path, monkey
         pytest.skip("this file system has no O_DIRECT")
     assert sum(done for past, done in written if past) == whole
     assert [done for past, done in written if not past] == [num_bytes - whole]
+
+
+def test_what_lies_in_whole_pages_is_written_from_there(tmp_path, monkeypatch):
+    """And nothing of it is copied: as a state's copies lie, whose files begin with pages too."""
+    copied = list[int]()
+    monkeypatch.setattr(blockfile, "_copy", lambda source, _: copied.append(len(source)))
+    tensors = _like(tensors_of(5 * CHUNK))
+    num_bytes, _ = blockfile.write(tmp_path / "block", tensors, "block")
+    assert sum(copied) == num_bytes - sum(t.nbytes for t in tensors.values()) == mmap.PAGESIZE
 
 
 @pytest.mark.parametrize("refused", ["opened", "moved", "moved in part"])

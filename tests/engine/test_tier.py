@@ -282,7 +282,7 @@ def test_an_error_of_a_drive_ends_the_run_before_a_wrong_byte_is_used(code, afte
     [
         ({"disk_blocks": 2, "folders": []}, "machine.nvme_path: got nothing, allowed a folder"),
         ({"disk_blocks": 7}, "system.disk_blocks: got 7, allowed 0 to 6 where system.device_opti"),
-        ({"disk_blocks": -2}, "system.disk_blocks: got -2, allowed an integer >= -1"),
+        ({"disk_blocks": -3}, "system.disk_blocks: got -3, allowed an integer >= -2"),
         ({"disk_blocks": 5, "device_optimizer": 2}, "system.disk_blocks: got 5, allowed 0 to 4"),
         (
             {"disk_blocks": 1, "folders": [Path("/no/such")]},
