@@ -109,6 +109,8 @@ def _resumed(line: Any) -> str:
     apart = line["counters"].get("resumed_difference")
     if apart is None:
         return ""
+    if apart == 0:
+        return " Another process resumed it, and had the first one's losses bit for bit."
     return f" Another process resumed it: its losses lie {apart:.2g} nats from the first one's."
 
 

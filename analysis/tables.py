@@ -172,7 +172,7 @@ def _states(lines: pd.DataFrame) -> dict[str, pd.Series]:
         "state GB": _text(last["saved_bytes"] / 1e9, ".3g"),
         "write s": _text(last["save_s"], ".0f"),
         "resume s": _text(again["resume_s"], ".0f"),
-        "resumed losses off": _text(again["resumed_difference"], ".0e"),
+        "resumed losses off": _text(again["resumed_difference"], ".1g"),
     }
 
 

@@ -255,6 +255,10 @@ def test_a_saved_state_stands_beside_what_it_costs() -> None:
     told = answers.answer(study, found)
     assert told.startswith("With the state saved in every window, tokens/s change by −4.8%")
     assert told.endswith("its losses lie 3.9e-05 nats from the first one's.")
+    exact = dataclasses.replace(rows[1], counters=rows[1].counters | {"resumed_difference": 0.0})
+    ((study, found),) = report.sections(framed([rows[0], exact]))
+    assert tables.of(study, found)["resumed losses off"].iloc[1] == "0"
+    assert answers.answer(study, found).endswith("the first one's losses bit for bit.")
     ((study, found),) = report.sections(framed(rows[:1]))
     assert "state GB" not in tables.of(study, found)
     assert answers.answer(study, found).startswith("The two settings")

@@ -12,7 +12,7 @@ from engine.blocks import Blocks, Fate
 from engine.config import AUTO, PLACED
 from engine.layout import Layout, pack
 from engine.planner.cost import ADAMW_SHARE, LAYER_EFFICIENCY, UPDATE_BYTES, WEIGHTS_BYTES, Cost
-from engine.planner.placement import EQUAL, RESIDENT, checkpoint_interval, choose
+from engine.planner.placement import EQUAL, RESIDENT, checkpoint_interval, choose, fewest_on_disk
 from engine.planner.rates import Rates
 from engine.sizes import StoreSpec, Widths, Work, device_bytes
 from engine.step import Kind, Op, operations
@@ -255,6 +255,55 @@ def test_the_fewest_layers_between_kept_inputs_that_fit():
             )
             == interval
         )
+
+
+def test_room_between_the_points_of_the_grid_is_found():
+    """As where state on disk leaves the host room for one number of blocks on the device alone."""
+    auto = replace(BLOCKS, num_layers=68, device_optimizer=AUTO, keep_activations=0)
+    for number in (7, 69):
+        found = choose(
+            auto,
+            fits=lambda p: p.device_optimizer == number,  # noqa: B023
+            device_bytes=bytes_of,
+            step_s=lambda p: 1.0,
+        )
+        assert found.device_optimizer == number
+
+
+@pytest.mark.parametrize("interval", [1, AUTO])
+@pytest.mark.parametrize("host", [100, 400, 480, 700, 950, 970])
+def test_the_fewest_blocks_on_disk_with_which_some_placement_fits(host, interval):
+    """Of 70 blocks, of which the device has room for 11, and for one more without kept inputs."""
+
+    def fits(p: Blocks) -> bool:
+        away = min(p.disk_blocks, p.num_blocks - p.device_optimizer)
+        buffers = 30 * (p.disk_blocks > 0)
+        if p.device_optimizer + p.disk_blocks > p.num_blocks:
+            return False
+        return (
+            14 * (p.num_blocks - p.device_optimizer) - 10 * away + buffers <= host
+            and room(p) <= 120
+        )
+
+    def room(p: Blocks) -> int:
+        return 10 * p.device_optimizer + 10 // p.checkpoint_interval
+
+    asked = replace(
+        BLOCKS, num_layers=68, device_optimizer=AUTO, checkpoint_interval=interval, disk_blocks=AUTO
+    )
+    found = fewest_on_disk(asked, fits=fits, device_bytes=room)
+    assert replace(found, disk_blocks=AUTO) == asked
+
+    def some_fits(number: int) -> bool:
+        return any(
+            fits(replace(asked, disk_blocks=number, device_optimizer=here, checkpoint_interval=k))
+            for here in range(71)
+            for k in (asked.layers if interval == AUTO else [1])
+        )
+
+    number = found.disk_blocks
+    assert some_fits(number) or number == 70
+    assert not any(map(some_fits, range(number)))
 
 
 def test_nothing_fits_is_the_smallest_for_plan_to_refuse():
