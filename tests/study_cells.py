@@ -33,7 +33,6 @@ STUDIES: dict[str, dict[str, str]] = {
     },
     "precision": TINY | {"system.master": "split,bf16"},
     "tier": TINY | {"system.disk_blocks": "0,3", "shape.batch_size": "2", "machine.nvme_path": "."},
-    "infinity": TINY | {"system": "megatrain_disk,in_memory", "machine.nvme_path": "."},
     "ranks": TINY | {"system": "in_memory", "process.num_cpu_ranks": "1,2"},
     "ranks_weak": TINY | {"system": "in_memory", "process.num_cpu_ranks": "1,2"},
     "saving": TINY | {"measure.save": "false,true", "system": "megatrain"},

@@ -354,6 +354,8 @@ MUTANTS = (
             "            _copy(source[:count], pages[filled:])",
             "            _copy(source[:count], pages)",
         ),
+        ("C44", "if not filled and in_place and", "if in_place and"),
+        ("C45", "and not _address(source) % mmap.PAGESIZE", "and False"),
     ),
     *_changes(
         "resuming.py",
@@ -485,6 +487,13 @@ MUTANTS = (
         "blocks.py",
         COMES_BACK,
         ("AT10", "len(self.attention_kept) - self.keep_attention", "self.offload_attention"),
+        ("Z62", "if self.disk_blocks > self.head - self.device_optimizer:", "if False:", TIER),
+    ),
+    *_changes(
+        "planner/placement.py",
+        "test_placement.py",
+        ("Z60", "best(itertools.product(devices, offloads[:1]))", "None"),
+        ("Z61", "return with_so_many(numbers[bisect(", "return with_so_many(1 + numbers[bisect("),
     ),
     *_changes(
         "planner/planner.py",
