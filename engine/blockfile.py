@@ -27,9 +27,6 @@ import torch
 
 CHUNK = 16 << 20
 """Bytes that are moved at a time; whole pages, as O_DIRECT needs."""
-IN_PLACE = 4 << 20
-"""Bytes that are written at a time from where they lie: few enough to be in a cache still when they
-were digested."""
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I16": torch.int16}
 """What a state has, by the names of a header."""
 NUMBER = 8
@@ -121,7 +118,7 @@ def _joined(sources: list[memoryview], pages: memoryview) -> Iterator[memoryview
     for source in sources:
         while source:
             count = min(len(pages) - filled, len(source))
-            in_place = min(count, IN_PLACE) // mmap.PAGESIZE * mmap.PAGESIZE
+            in_place = count // mmap.PAGESIZE * mmap.PAGESIZE
             if not filled and in_place and not _address(source) % mmap.PAGESIZE:
                 yield source[:in_place]
                 source = source[in_place:]

@@ -32,6 +32,7 @@ import torch
 
 from engine import blockfile
 from engine.lanes import CopyStream, hold_until
+from engine.layout import round_up
 from engine.master import BlockState
 from engine.recipe import Recipe
 from engine.saving import digest, sync, whole_directory
@@ -160,7 +161,9 @@ class Saver:
             return
         states = self._store.states
         ours = [t for state in states for t in tensors_of(state).values() if t.is_cuda]
-        self._arena = Arena([_whole_pages(t) for t in ours], pinned=self._store.spec.pinned)
+        self._arena = Arena(
+            [round_up(t.nbytes, PAGE) for t in ours], pinned=self._store.spec.pinned
+        )
         pieces = iter(self._arena.pieces)
         for block, state in enumerate(states):
             self._copies[block] = (
@@ -380,13 +383,8 @@ def _move(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def _like(tensors: Tensors) -> Tensors:
     """Host memory for copies of them, each at the beginning of a page."""
-    arena = Arena([_whole_pages(t) for t in tensors.values()], pinned="none")
+    arena = Arena([round_up(t.nbytes, PAGE) for t in tensors.values()], pinned="none")
     return _laid(tensors, iter(arena.pieces))
-
-
-def _whole_pages(tensor: torch.Tensor) -> int:
-    """Bytes of the pages that it takes."""
-    return tensor.nbytes + -tensor.nbytes % PAGE
 
 
 def _laid(tensors: Tensors, pieces: Iterator[torch.Tensor]) -> Tensors:

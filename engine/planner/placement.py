@@ -47,17 +47,14 @@ def checkpoint_interval(
     return next(filter(fits, tried), min(tried, key=device_bytes)).checkpoint_interval
 
 
-def fewest_on_disk(asked: Blocks, *, fits: Fits, device_bytes: Callable[[Blocks], int]) -> Blocks:
-    """`asked` with as little state on disk as there must be, the drives being the slowest: all that
-    the device has room for is there, in the place of activations. With all of it on disk, for
-    `plan` to refuse, where even that does not fit."""
+def fewest_on_disk(asked: Blocks, *, fits: Fits, device_bytes: Callable[[Blocks], int]) -> int:
+    """Of how many blocks the state must be on disk, the drives being the slowest, where the device
+    has as much of it as there is room for instead of activations. Of all, for `plan` to refuse,
+    where even that does not fit."""
     devices = _open(asked.device_optimizer, asked.num_blocks)
 
-    def with_so_many(number: int) -> Blocks:
-        return replace(asked, disk_blocks=number)
-
     def has_room(number: int) -> bool:
-        blocks = with_so_many(number)
+        blocks = replace(asked, disk_blocks=number)
         if blocks.checkpoint_interval == AUTO:
             interval = checkpoint_interval(blocks, fits=fits, device_bytes=device_bytes)
             blocks = replace(blocks, checkpoint_interval=interval)
@@ -65,9 +62,9 @@ def fewest_on_disk(asked: Blocks, *, fits: Fits, device_bytes: Callable[[Blocks]
         return any(fits(replace(plain, device_optimizer=here)) for here in devices)
 
     if has_room(0):
-        return with_so_many(0)
+        return 0
     numbers = range(1, asked.num_blocks + 1)  # buffers cost more than the first few save
-    return with_so_many(numbers[bisect(numbers[:-1], True, key=has_room)])
+    return numbers[bisect(numbers[:-1], True, key=has_room)]
 
 
 def choose(

@@ -105,7 +105,7 @@ class Planner:
             fewest = placement.fewest_on_disk(
                 given, fits=self._fits, device_bytes=self._device_total
             )
-            asked = replace(asked, disk_blocks=fewest.disk_blocks)
+            asked = replace(asked, disk_blocks=fewest)
         return self._placed(asked)
 
     def _placed(self, asked: Blocks) -> Blocks:

@@ -15,6 +15,7 @@ import torch
 
 from engine import EngineConfig, Machine, MegaTrain, NonFiniteLossError, Ranks, Recipe
 from engine.blocks import STAGES
+from engine.config import ALL
 from engine.disk import Drives
 from engine.step import Kind
 from tests.engine.test_disk import FAILS, IS_LATE, MOVES_LESS, inject
@@ -323,6 +324,12 @@ def planned(tmp_path: Path, host_memory: int | None, **arguments: Any) -> MegaTr
         machine=Machine(host_memory=host_memory),
         folders=[tmp_path],
     )
+
+
+def test_all_that_is_not_on_the_device_goes_to_disk_where_that_is_asked_for(tmp_path):
+    for here in (0, 2):
+        blocks = planned(tmp_path, None, disk_blocks=ALL, device_optimizer=here).blocks
+        assert blocks.on_disks == blocks.hosted == range(here, NUM_BLOCKS)
 
 
 def test_as_little_goes_to_disk_as_there_must(tmp_path):
