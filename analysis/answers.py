@@ -1,5 +1,6 @@
 """The answer of a study in a sentence or two, which its page begins with and its figure too."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -17,7 +18,8 @@ def answer(study: Study, lines: pd.DataFrame) -> str:
     if not lead["tokens_per_s"].notna().any():
         return "Nothing was measured; below stands why."
     if study.figure == "quality":
-        return _quality(lead)
+        others = [one for run, one in lines.groupby("run") if run != lead["run"].iloc[0]]
+        return _quality(lead, others)
     if not len(ready):
         return "Nothing was measured whose losses agree, so nothing is ranked."
     if study.compares:
@@ -146,21 +148,36 @@ def losses(study: Study, ready: pd.DataFrame) -> str:
     return f"With {far} the loss is {gap:.2g} off after {len(gaps[at])} steps."
 
 
-def _quality(lead: pd.DataFrame) -> str:
-    """How far the held-out losses of exact full training lie apart at the end, and what a bf16
-    master adds."""
+def _quality(lead: pd.DataFrame, others: Sequence[pd.DataFrame]) -> str:
+    """How far the held-out losses of exact full training lie apart at the end, in other runs too
+    where that is further, and what a bf16 master adds."""
     known = lead[~lead["system"].isin(ADAPTERS) & lead["heldout_loss"].notna()]
-    same, others = known[known["caveat"].isna()], known[known["caveat"].notna()]
+    same, inexact = _exact(lead), known[known["caveat"].notna()]
     if len(known) < 2 or not len(same):
         return "Fewer than two systems have a held-out loss, so none is known."
     ends, told, base = same["heldout_loss"], [], names.name(same.iloc[0])
     if len(same) > 1:
-        gap, base = ends.max() - ends.min(), "their mean"
+        gap, base = _spread(same), "their mean"
         apart = f"within {gap:.2g} nats of each other" if gap else "at the same loss"
         told = [f"{len(same)} systems with an exact master end {apart} on held-out text."]
-    for _, line in others.iterrows():
+    for _, line in inexact.iterrows():
         gap = line["heldout_loss"] - ends.mean()
         apart = f"{abs(gap):.2g} nats {'above' if gap > 0 else 'below'} {base}"
         held = "" if told else " on held-out text"
         told.append(f"{names.name(line)} ends {apart}{held}.")
+    widest = max((_spread(_exact(other)) for other in others), default=0.0)
+    if len(same) > 1 and widest > _spread(same):
+        told.append(f"In another run systems with an exact master end {widest:.2g} nats apart.")
     return " ".join(told)
+
+
+def _exact(lines: pd.DataFrame) -> pd.DataFrame:
+    """Those that trained everything with an exact master, to a held-out loss."""
+    full = ~lines["system"].isin(ADAPTERS) & lines["caveat"].isna()
+    return lines[full & lines["heldout_loss"].notna()]
+
+
+def _spread(lines: pd.DataFrame) -> float:
+    """Nats between their held-out losses; 0 of one line."""
+    ends = lines["heldout_loss"]
+    return float(ends.max() - ends.min()) if len(ends) else 0.0

@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from analysis import __main__ as command
@@ -262,3 +263,22 @@ def test_a_saved_state_stands_beside_what_it_costs() -> None:
     ((study, found),) = report.sections(framed(rows[:1]))
     assert "state GB" not in tables.of(study, found)
     assert answers.answer(study, found).startswith("The two settings")
+
+
+def test_systems_that_end_further_apart_in_another_run_are_told() -> None:
+    def of(ends: tuple[float, float], run: str) -> pd.DataFrame:
+        made = [
+            row(system, [1.0] * 3, experiment="quality", cell=system, heldout_loss=end)
+            for system, end in zip(("in_memory", "fsdp2"), ends, strict=True)
+        ]
+        return framed(made).assign(run=run)
+
+    study = studies.listed()["quality"]
+    near, far = of((0.40, 0.41), "2"), of((0.50, 0.60), "1")
+    told = "2 systems with an exact master end within {} nats of each other on held-out text."
+    assert answers.answer(study, near) == told.format("0.01")
+    both = answers.answer(study, pd.concat([far, near], ignore_index=True))
+    more = "In another run systems with an exact master end 0.1 nats apart."
+    assert both == f"{told.format('0.01')} {more}"
+    other = answers.answer(study, pd.concat([far.assign(run="3"), near], ignore_index=True))
+    assert other == told.format("0.1")
