@@ -1,5 +1,6 @@
 """The answer of a study in a sentence or two, which its page begins with and its figure too."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,9 @@ from analysis import names, speeds, studies, tables
 from analysis.speeds import Ratio
 from analysis.studies import Study
 from sweeps.agreement import ADAPTERS, REFERENCE
+
+PLURAL = r"(?<=[a-z])s\b"
+"""The ending of the first word of several, in the unit of a setting."""
 
 
 def answer(study: Study, lines: pd.DataFrame) -> str:
@@ -34,9 +38,8 @@ def answer(study: Study, lines: pd.DataFrame) -> str:
 
 def _known(found: Ratio, *, change: bool = False) -> str:
     """`1.75x (95% interval 1.59 to 1.93)`, or as a change."""
-    if pd.isna(found.lo) and not change:
-        return f"{found.times} (too few windows for an interval)"
-    return found.told(change=change, about="95% interval ").replace("–", " to ")
+    told = found.told(change=change, about="95% interval ").replace("–", " to ")
+    return f"{told} (too few windows for an interval)" if pd.isna(found.lo) else told
 
 
 def _comparison(study: Study, ready: pd.DataFrame) -> str:
@@ -86,7 +89,8 @@ def _at(line: Any, path: str) -> str:
     """`7.6B parameters`, `64K tokens per sequence`, `3 CUDA streams`, `powers of two`."""
     words, setting = tables.value(line, path), names.setting(path)
     if words[:1].isdigit():
-        return f"{words} {names.WORDS['units'].get(path, setting)}"
+        unit = names.WORDS["units"].get(path, setting)
+        return f"{words} {re.sub(PLURAL, '', unit, count=1) if words == '1' else unit}"
     return words if path == "system" or path in names.VALUES else f"{setting} {words}"
 
 

@@ -45,7 +45,7 @@ def bars(study: Study, lines: pd.DataFrame) -> Figure:
     hollow what is not ranked; of settings in order with their changes, and of a rung of the ladder
     with that from the rung before."""
     shown = tables.sort(study, lines[lines["tokens_per_s"].notna()])
-    about, found = f"{names.setup(shown)}; bars: 95% intervals", tables.ratios(study, shown)
+    about, found = f"{names.setup(shown)}; {style.intervals(shown)}", tables.ratios(study, shown)
     figure = Figure(figsize=(style.PAGE_IN, 1.0 + 0.36 * len(shown)))
     speed, memory = figure.subplots(1, 2, width_ratios=(3, 2), sharey=True)
     if study.compares:
@@ -120,7 +120,7 @@ def along(study: Study, lines: pd.DataFrame, beside: pd.DataFrame) -> Figure:
     axes.set(xlabel=names.setting(x), ylabel=names.setting(study.value), ylim=(0, None))
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
-    about = f"{names.setup(ready)}; bars: 95% intervals"
+    about = f"{names.setup(ready)}; {style.intervals(ready)}"
     about += "; a line or single mark: one run" if shown["run"].nunique() > 1 else ""
     about += ", rivals on other machines" if len(shown) > len(ready) else ""
     about += "; hollow: predicted, for the machine has fewer GPUs" if len(ahead) else ""

@@ -41,6 +41,12 @@ def reach(lines: pd.DataFrame, value: str = "tokens_per_s") -> Any:
     return np.array([lines[value] - lines["lo"], lines["hi"] - lines[value]], float)
 
 
+def intervals(lines: pd.DataFrame) -> str:
+    """What stands below a figure of these lines about their intervals."""
+    known = lines["lo"].notna().any()
+    return "bars: 95% intervals" if known else "too few windows for intervals"
+
+
 def bars(axes: Axes, lines: pd.DataFrame, value: str, form: str) -> None:
     """The value of each line as a bar in its system's colour, hollow where it is not ranked, the
     first above: its label to the left, its interval, and to the right the value and its words."""

@@ -282,3 +282,23 @@ def test_systems_that_end_further_apart_in_another_run_are_told() -> None:
     assert both == f"{told.format('0.01')} {more}"
     other = answers.answer(study, pd.concat([far.assign(run="3"), near], ignore_index=True))
     assert other == told.format("0.1")
+
+
+def test_one_window_has_no_interval_and_one_block_is_no_blocks() -> None:
+    made = [
+        row(
+            "megatrain",
+            windows,
+            experiment="placement",
+            cell=str(blocks),
+            config=config(device_optimizer=blocks),
+        )
+        for blocks, windows in ((1, [2.2]), (30, [2.0]))
+    ]
+    ((study, found),) = report.sections(framed(made))
+    told = answers.answer(study, found)
+    assert "slowest is 1 block with" in told
+    assert told.endswith("−9.1% (too few windows for an interval).")
+    legend = of_study.draw(study, found).legends[0]
+    assert "too few windows for intervals" in legend.get_title().get_text()
+    assert "bars:" not in legend.get_title().get_text()
