@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install bench headline ablation quality test quick mutants check figures docs ceilings clean
+.PHONY: help install bench headline ablation campaign quality test quick mutants check figures docs ceilings clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,21 @@ headline: $(INSTALLED) ## the comparison with ZeRO-3, at the largest size this m
 ablation: $(INSTALLED) ## one study: make ablation NAME=double_buffering (see conf/ablation)
 	@test -f conf/ablation/$(NAME).yaml || { echo "NAME: got '$(NAME)', allowed $$(ls conf/ablation | sed 's/.yaml//' | paste -sd' '); give one" >&2; exit 2; }
 	$(BIN)/python -m sweeps.run +ablation=$(NAME) time_limit_s=21600 $(SET) || test $$? = 75
+
+# In this order whole studies are left behind when the time is up; the same command goes on.
+CAMPAIGN = experiment=headline $(addprefix ablation=,ladder batch_size model_size double_buffering optimizer_overlap device_memory context_length \
+	checkpoint_interval gradient_slabs pinned precision placement float8 depth width saving)
+TIME = 43200
+campaign: $(INSTALLED) ## the headline and every study of one GPU, in TIME=43200 seconds
+	@end=$$(($$(date +%s) + $(TIME))); failed=; \
+	for study in $(CAMPAIGN); do \
+		left=$$((end - $$(date +%s))); only=; \
+		test $$left -gt 0 || { echo "TIME=$(TIME): it was up before $$study; the same command goes on"; exit 0; }; \
+		test $$study != experiment=headline || only="$(ON_CPU)"; \
+		$(BIN)/python -m sweeps.run +$$study $$only time_limit_s=$$left $(SET); code=$$?; \
+		case $$code in 0|75) ;; 130|143) exit $$code;; *) failed="$$failed $$study";; esac; \
+	done; \
+	test -z "$$failed" || { echo "without an answer:$$failed"; exit 1; }
 
 # What is trained on is made here, without downloads: sums and products as text, and a small model that has read the standard
 # library (BASE). For weights and text of your own see conf/experiment/quality.yaml.

@@ -165,3 +165,40 @@ def test_reading_runs_leaves_no_log(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert runfile.AGAIN.encode() in done.stdout
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_campaign_begins_every_study_and_ends_where_its_time_does(tmp_path: Path) -> None:
+    """The loop of the Makefile; its `python` notes what it is asked for, and fails as told."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/asked; exit $(cat {tmp_path}/code)\n')
+    python.chmod(0o755)
+
+    def campaign(code: int, time_s: int) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "asked").write_text("")
+        (tmp_path / "code").write_text(str(code))
+        given = [f"BIN={tmp_path}", f"TIME={time_s}", "SET=seed=7", "-o", ".venv/.installed"]
+        command = ["make", "campaign", *given]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    def begun() -> list[str]:
+        return (tmp_path / "asked").read_text().splitlines()
+
+    assert campaign(0, 1000).returncode == 0
+    assert begun()[0].startswith("-m sweeps.run +experiment=headline ")
+    studies = {line.split("+ablation=")[1].split()[0] for line in begun()[1:]}
+    elsewhere = {"ranks", "ranks_weak", "tier"}
+    known = {path.stem for path in (ROOT / "conf/ablation").glob("*.yaml")}
+    assert studies == known - elsewhere
+    assert all("time_limit_s=" in line and line.endswith("seed=7") for line in begun())
+    assert campaign(75, 1000).returncode == 0
+    assert len(begun()) == 1 + len(studies)
+    failed = campaign(2, 1000)
+    assert failed.returncode
+    assert "without an answer: experiment=headline ablation=" in failed.stdout
+    assert len(begun()) == 1 + len(studies)
+    assert campaign(130, 1000).returncode
+    assert len(begun()) == 1
+    late = campaign(0, 0)
+    assert late.returncode == 0
+    assert begun() == []
+    assert late.stdout.startswith("TIME=0: it was up before experiment=headline")
