@@ -177,7 +177,7 @@ def test_a_campaign_begins_every_study_and_ends_where_its_time_does(tmp_path: Pa
         (tmp_path / "asked").write_text("")
         (tmp_path / "code").write_text(str(code))
         given = [f"BIN={tmp_path}", f"TIME={time_s}", "SET=seed=7", "-o", ".venv/.installed"]
-        command = ["make", "campaign", *given]
+        command = ["make", "--no-print-directory", "campaign", *given]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
     def begun() -> list[str]:
