@@ -154,34 +154,37 @@ def losses(study: Study, ready: pd.DataFrame) -> str:
 
 def _quality(lead: pd.DataFrame, others: Sequence[pd.DataFrame]) -> str:
     """How far the held-out losses of exact full training lie apart at the end, in other runs too
-    where that is further, and what a bf16 master adds."""
-    known = lead[~lead["system"].isin(ADAPTERS) & lead["heldout_loss"].notna()]
-    same, inexact = _exact(lead), known[known["caveat"].notna()]
-    if len(known) < 2 or not len(same):
+    where that is further, and what a bf16 master adds. Seeds of one system are taken together."""
+    same, inexact = _ends_of(lead, exact=True), _ends_of(lead, exact=False)
+    if len(same) + len(inexact) < 2 or not len(same):
         return "Fewer than two systems have a held-out loss, so none is known."
-    ends, told, base = same["heldout_loss"], [], names.name(same.iloc[0])
+    told, base = [], same.index[0]
     if len(same) > 1:
-        gap, base = _spread(same), "their mean"
+        gap, base = _spread(same["mean"]), "their mean"
         apart = f"within {gap:.2g} nats of each other" if gap else "at the same loss"
         told = [f"{len(same)} systems with an exact master end {apart} on held-out text."]
-    for _, line in inexact.iterrows():
-        gap = line["heldout_loss"] - ends.mean()
+    for name, gap in (inexact["mean"] - same["mean"].mean()).items():
         apart = f"{abs(gap):.2g} nats {'above' if gap > 0 else 'below'} {base}"
         held = "" if told else " on held-out text"
-        told.append(f"{names.name(line)} ends {apart}{held}.")
-    widest = max((_spread(_exact(other)) for other in others), default=0.0)
-    if len(same) > 1 and widest > _spread(same):
+        told.append(f"{name} ends {apart}{held}.")
+    if (seeds := int(same["count"].max())) > 1:
+        own = (same["max"] - same["min"]).max()
+        told.append(f"Each is a mean over up to {seeds} seeds; those of one lie {own:.2g} apart.")
+    widest = max((_spread(_ends_of(other, exact=True)["mean"]) for other in others), default=0.0)
+    if len(same) > 1 and widest > _spread(same["mean"]):
         told.append(f"In another run systems with an exact master end {widest:.2g} nats apart.")
     return " ".join(told)
 
 
-def _exact(lines: pd.DataFrame) -> pd.DataFrame:
-    """Those that trained everything with an exact master, to a held-out loss."""
-    full = ~lines["system"].isin(ADAPTERS) & lines["caveat"].isna()
-    return lines[full & lines["heldout_loss"].notna()]
+def _ends_of(lines: pd.DataFrame, *, exact: bool) -> pd.DataFrame:
+    """Mean, min, max and count of the held-out losses over the seeds of each system that trained
+    everything, with an exact master or without; by its name."""
+    mine = ~lines["system"].isin(ADAPTERS) & (lines["caveat"].isna() == exact)
+    known = lines[mine & lines["heldout_loss"].notna()]
+    ends = known["heldout_loss"].groupby(tables.labels(known, seeds=False), sort=False)
+    return ends.agg(["mean", "min", "max", "count"])
 
 
-def _spread(lines: pd.DataFrame) -> float:
-    """Nats between their held-out losses; 0 of one line."""
-    ends = lines["heldout_loss"]
+def _spread(ends: pd.Series) -> float:
+    """Nats between the highest and the lowest; 0 of one line, and of none."""
     return float(ends.max() - ends.min()) if len(ends) else 0.0

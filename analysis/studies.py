@@ -13,7 +13,7 @@ PATH = Path(__file__).with_name("studies.yaml")
 SHAPES = ("num_params", "batch_size", "seq_len")
 AXES = (*SHAPES, "system", "seed", "num_ranks")
 """Columns of the frame that x and hue may name beside config paths."""
-CHOSEN = r"^(system|process|recipe)\.|^machine\.device_bytes"
+CHOSEN = r"^(system|process|recipe)\.|^machine\.device_bytes|^seed$"
 """Fields of the config that say how a cell was run."""
 UNTOLD = ("system.name", "system.preset", "process.timeout_s", "recipe.total_steps")
 """Those that tell nothing apart."""

@@ -123,16 +123,20 @@ def base_of(study: Study, lines: pd.DataFrame, line: Any = None) -> Any:
     return ready.iloc[0] if len(ready) else None
 
 
-def labels(lines: pd.DataFrame) -> pd.Series:
+def labels(lines: pd.DataFrame, *, seeds: bool = True) -> pd.Series:
     """The name of each line and, where several have one name, what tells them apart:
-    `Twin-Flow, compiled (huge pages on)`."""
-    told: Any = lines.apply(names.name, axis=1)
+    `Twin-Flow, compiled (huge pages on)`. Without `seeds` those of one system share a name."""
+    called = [names.name(line) for _, line in lines.iterrows()]
+    told: Any = pd.Series(called, lines.index, dtype=object)
     for _, mine in lines.groupby(told, sort=False):
         apart = mine[sorted(studies.differing(mine))].filter(regex=studies.CHOSEN)
+        apart = apart if seeds else apart.drop(columns="seed", errors="ignore")
         for place, line in apart.iterrows():
             found: Any = line.dropna().items()
             known = ", ".join(f"{names.setting(at)} {names.value(at, one)}" for at, one in found)
             told[place] += f" ({known})" if known else ""
+    if not seeds:
+        return pd.Series(told)
     numbered = told + " (" + (told.groupby(told).cumcount() + 1).astype(str) + ")"
     return pd.Series(told.mask(told.duplicated(keep=False), numbered))
 

@@ -284,6 +284,27 @@ def test_systems_that_end_further_apart_in_another_run_are_told() -> None:
     assert other == told.format("0.1")
 
 
+def test_the_seeds_of_a_system_are_one_mean_and_tell_how_far_one_system_ends_from_itself() -> None:
+    ends = {"in_memory": (0.40, 0.50), "fsdp2": (0.42, 0.50), "lora": (0.1, 0.9)}
+    made = [
+        row(
+            system,
+            [1.0] * 3,
+            experiment="quality",
+            cell=f"{system} {seed}",
+            config=config() | {"seed": seed},
+            heldout_loss=end,
+        )
+        for system, both in ends.items()
+        for seed, end in enumerate(both)
+    ]
+    ((study, found),) = report.sections(framed(made))
+    told = "2 systems with an exact master end within 0.01 nats of each other on held-out text."
+    seeds = "Each is a mean over up to 2 seeds; those of one lie 0.1 apart."
+    assert answers.answer(study, found) == f"{told} {seeds}"
+    assert "in memory (seed 1)" in tables.of(study, found)["system"].to_list()
+
+
 def test_one_window_has_no_interval_and_one_block_is_no_blocks() -> None:
     made = [
         row(
