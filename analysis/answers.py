@@ -136,11 +136,14 @@ def _settings(study: Study, ready: pd.DataFrame) -> str:
 
 
 def loss_gaps(lines: pd.DataFrame) -> list[list[float]]:
-    """How far each line's losses lie from those of the first without a caveat."""
-    reference = pd.concat([lines[lines["caveat"].isna()], lines])["losses"][:1]
+    """How far each line's losses lie from those of the first of its seed without a caveat."""
+    seeds = lines.reindex(columns=["seed"])["seed"].map(repr)
+    first: dict[str, list[float]] = {}
+    for at in [*lines.index[lines["caveat"].isna()], *lines.index]:
+        first.setdefault(seeds[at], lines["losses"][at])
     return [
-        [one - other for one, other in zip(mine, *reference, strict=False)]
-        for mine in lines["losses"]
+        [one - other for one, other in zip(mine, first[seed], strict=False)]
+        for seed, mine in zip(seeds, lines["losses"], strict=True)
     ]
 
 

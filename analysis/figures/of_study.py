@@ -162,16 +162,20 @@ def _rivals(study: Study, shown: pd.DataFrame, beside: pd.DataFrame) -> pd.DataF
 
 def quality(study: Study, lines: pd.DataFrame) -> Figure:
     """Whether systems learn the same: held-out loss against tokens and against hours, and how
-    far the training loss of what trains every parameter lies from the first's without a caveat."""
+    far the training loss of what trains every parameter lies from the first's without a caveat.
+    The seeds of a system look alike."""
     shown = lines[lines["tokens_per_s"].notna()]
-    shown = shown.assign(label=tables.labels(shown))
+    shown = shown.assign(label=tables.labels(shown, seeds=False))
+    alike = list(dict.fromkeys(shown["label"]))
     full = shown[~shown["system"].isin(ADAPTERS)]
     gaps = pd.DataFrame(answers.loss_gaps(full), full.index).T
     figure = Figure(figsize=(style.PAGE_IN, 3.2))
     tokens, hours, gap = figure.subplots(1, 3)
-    for at, (place, line) in enumerate(shown.iterrows()):
+    for place, line in shown.iterrows():
+        at = alike.index(line["label"])
         look = names.look(line["family"]) | {"marker": "", "linestyle": DASHES[at % 4]}
-        look |= {"linewidth": 1.2 + 0.4 * max(0, 4 - at), "label": line["label"]}  # equal ones show
+        wider = 0.4 * max(0, 4 - at) if len(alike) == len(shown) else 0.0  # equal ones show
+        look |= {"linewidth": 1.2 + wider, "label": line["label"]}
         seen = pd.DataFrame(line["heldout"], columns=["tokens", "seconds", "loss"])
         tokens.plot(seen["tokens"] / 1e6, seen["loss"], **look)
         hours.plot(seen["seconds"] / 3600, seen["loss"], **look)
@@ -187,10 +191,13 @@ def quality(study: Study, lines: pd.DataFrame) -> Figure:
     tokens.set(xlabel="million tokens", ylabel="held-out loss (nats)")
     hours.set(xlabel="hours of training")
     hours.xaxis.set_major_locator(MaxNLocator(4))
-    far = max(gaps.tail(len(gaps) // 2).mean(), key=abs, default=0.0)
+    late = gaps.tail(len(gaps) // 2).mean().groupby(full["label"]).mean()
+    far = max(late, key=abs, default=0.0)
     gap.set_title(f"{far:+.2g} nats in the second half".replace("-", "−"), fontsize=7.5)
     gap.set(xlabel="step", ylabel="training loss − an exact master's")
     about = names.setup(lines)
     about += "" if len(full) == len(shown) else "; LoRA trains another function"
-    style.titled(figure, answers.answer(study, lines), about, legend=tokens.lines, columns=4)
+    about += "" if len(alike) == len(shown) else "; a line a seed"
+    named = {line.get_label(): line for line in tokens.lines}
+    style.titled(figure, answers.answer(study, lines), about, legend=[*named.values()], columns=4)
     return figure

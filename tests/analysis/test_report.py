@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from numpy.testing import assert_allclose
 
 from analysis import __main__ as command
 from analysis import answers, report, rows, studies, tables
@@ -293,7 +294,9 @@ def test_the_seeds_of_a_system_are_one_mean_and_tell_how_far_one_system_ends_fro
             experiment="quality",
             cell=f"{system} {seed}",
             config=config() | {"seed": seed},
+            heldout=[{"tokens": 1e6, "seconds": 60.0, "loss": end}],
             heldout_loss=end,
+            losses=[3.0 + seed, 1.0 + end],
         )
         for system, both in ends.items()
         for seed, end in enumerate(both)
@@ -303,6 +306,12 @@ def test_the_seeds_of_a_system_are_one_mean_and_tell_how_far_one_system_ends_fro
     seeds = "Each is a mean over up to 2 seeds; those of one lie 0.1 apart."
     assert answers.answer(study, found) == f"{told} {seeds}"
     assert "in memory (seed 1)" in tables.of(study, found)["system"].to_list()
+    gaps = answers.loss_gaps(found[found["system"] != "lora"])
+    assert_allclose(gaps, [[0, 0], [0, 0], [0, 0.02], [0, 0]], atol=1e-9)
+    drawn = of_study.draw(study, found)
+    named = [text.get_text() for text in drawn.legends[0].get_texts()]
+    assert named == ["in memory", "FSDP2", "LoRA"]
+    assert drawn.axes[2].get_title() == "+0.01 nats in the second half"
 
 
 def test_one_window_has_no_interval_and_one_block_is_no_blocks() -> None:
