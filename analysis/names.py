@@ -91,5 +91,15 @@ def work(lines: pd.DataFrame) -> str:
 
 
 def setup(lines: pd.DataFrame) -> str:
-    """What was trained, and on which machine: what stands below every figure."""
-    return "; ".join(filter(None, [work(lines), machine(lines)]))
+    """What was trained, on which machine and how it was timed: what stands below every figure."""
+    return "; ".join(filter(None, [work(lines), machine(lines), windows(lines)]))
+
+
+def windows(lines: pd.DataFrame) -> str:
+    """`windows of 2 to 4 steps`, of each of which a system pays the wait at its end."""
+    steps = lines.reindex(columns=["measure.steps_per_window"])["measure.steps_per_window"]
+    if not len(known := steps.dropna().astype(int)):
+        return ""
+    least, most = known.min(), known.max()
+    many = f"{least} to {most}" if most > least else str(most)
+    return f"windows of {many} step{'s' if most > 1 else ''}"

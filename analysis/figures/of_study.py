@@ -19,6 +19,8 @@ DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (2, 2)), (0, (5, 1, 1, 1)))
 SCALED = ("num_params", "batch_size", "seq_len", "machine.device_bytes")
 """What is drawn on a logarithmic axis, for it doubles from point to point."""
 RIVALS = ("zero3", "zero3_twinflow")
+FILLS = {"compiled": "left", "kept": "bottom", "kept compiled": "top"}
+"""The half of a mark that is filled, by how a rival was run."""
 Look = dict[str, Any]
 
 
@@ -33,9 +35,11 @@ def draw(study: Study, lines: pd.DataFrame, beside: Iterable[pd.DataFrame] = ())
     if study.figure == "lines":
         ordered = pd.concat([lead, lines.drop(lead.index)])
         return along(study, ordered, pd.concat([lines[:0], *beside]))
-    kinds = {"comparison": bars, "bars": bars, "losses": losses, "quality": quality}
+    if study.figure == "quality":
+        return quality(study, lines)
+    kinds = {"comparison": bars, "bars": bars, "losses": losses}
     if study.figure not in kinds:
-        allowed = f"allowed {', '.join(kinds)}, lines; choose one"
+        allowed = f"allowed {', '.join(kinds)}, lines, quality; choose one"
         raise ValueError(f"studies.yaml: {study.name}.figure: got {study.figure!r}, {allowed}")
     return kinds[study.figure](study, max(studies.parts(study, lead), key=len))
 
@@ -108,7 +112,8 @@ def along(study: Study, lines: pd.DataFrame, beside: pd.DataFrame) -> Figure:
         axes.plot(mine["num_ranks"], mine["predicted"], **look)
     told = paper.along(study).sort_values("x")
     for family, mine in told.groupby("system", sort=False):
-        look = {"label": f"{names.family_name(str(family))}, paper", "markerfacecolor": "white"}
+        label = f"the paper's {names.family_name(str(family))}"
+        look = {"label": label, "markerfacecolor": "white"}
         axes.errorbar(mine["x"], mine["y"], linestyle=":", **look, **names.look(str(family)))
     x = str(study.x)
     known = sorted({*shown[x].dropna(), *told["x"], *ahead["num_ranks"]})
@@ -132,8 +137,9 @@ def along(study: Study, lines: pd.DataFrame, beside: pd.DataFrame) -> Figure:
 def _series(study: Study, shown: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame, Look]]:
     """(label, lines, colour and marker) of every hue."""
     if study.hue in (None, "system"):
-        for (family, _), mine in shown.groupby(["family", "mode"], sort=False):
-            yield names.name(mine.iloc[0]), mine, names.look(str(family))
+        for (family, mode), mine in shown.groupby(["family", "mode"], sort=False):
+            fill = {"fillstyle": FILLS.get(str(mode), "full"), "markerfacecoloralt": "white"}
+            yield names.name(mine.iloc[0]), mine, names.look(str(family)) | fill
         return
     several = list(shown.groupby(study.hue))
     for at, (value, mine) in enumerate(several):
@@ -163,8 +169,9 @@ def _rivals(study: Study, shown: pd.DataFrame, beside: pd.DataFrame) -> pd.DataF
 def quality(study: Study, lines: pd.DataFrame) -> Figure:
     """Whether systems learn the same: held-out loss against tokens and against hours, and how
     far the training loss of what trains every parameter lies from the first's without a caveat.
-    The seeds of a system look alike."""
-    shown = lines[lines["tokens_per_s"].notna()]
+    The seeds of a system look alike. lines: of all runs; those of the leading one are drawn."""
+    lead = studies.leading(study, lines)
+    shown = lead[lead["tokens_per_s"].notna()]
     shown = shown.assign(label=tables.labels(shown, seeds=False))
     alike = list(dict.fromkeys(shown["label"]))
     full = shown[~shown["system"].isin(ADAPTERS)]
@@ -192,10 +199,11 @@ def quality(study: Study, lines: pd.DataFrame) -> Figure:
     hours.set(xlabel="hours of training")
     hours.xaxis.set_major_locator(MaxNLocator(4))
     late = gaps.tail(len(gaps) // 2).mean().groupby(full["label"]).mean()
-    far = max(late, key=abs, default=0.0)
-    gap.set_title(f"{far:+.2g} nats in the second half".replace("-", "−"), fontsize=7.5)
+    far = late.reindex(late.abs().sort_values().index).tail(1)
+    told = [f"{name}:\n{one:+.2g} nats in the second half" for name, one in far.items()]
+    gap.set_title("".join(told).replace("-", "−"), fontsize=7.5)
     gap.set(xlabel="step", ylabel="training loss − an exact master's")
-    about = names.setup(lines)
+    about = names.setup(lead)
     about += "" if len(full) == len(shown) else "; LoRA trains another function"
     about += "" if len(alike) == len(shown) else "; a line a seed"
     named = {line.get_label(): line for line in tokens.lines}

@@ -311,7 +311,7 @@ def test_the_seeds_of_a_system_are_one_mean_and_tell_how_far_one_system_ends_fro
     drawn = of_study.draw(study, found)
     named = [text.get_text() for text in drawn.legends[0].get_texts()]
     assert named == ["in memory", "FSDP2", "LoRA"]
-    assert drawn.axes[2].get_title() == "+0.01 nats in the second half"
+    assert drawn.axes[2].get_title() == "FSDP2:\n+0.01 nats in the second half"
 
 
 def test_one_window_has_no_interval_and_one_block_is_no_blocks() -> None:
