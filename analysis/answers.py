@@ -18,18 +18,18 @@ PLURAL = r"(?<=[a-z])s\b"
 def answer(study: Study, lines: pd.DataFrame) -> str:
     """What a study says. lines: of all its runs; ratios are those of the leading one."""
     lead = studies.leading(study, lines)
+    others = [one for run, one in lines.groupby("run") if run != lead["run"].iloc[0]]
     ready = lead[speeds.comparable(lead)]
     if not lead["tokens_per_s"].notna().any():
         return "Nothing was measured; below stands why."
     if study.figure == "quality":
-        others = [one for run, one in lines.groupby("run") if run != lead["run"].iloc[0]]
         return _quality(lead, others)
     if not len(ready):
         return "Nothing was measured whose losses agree, so nothing is ranked."
     if study.compares:
         return _comparison(study, ready)
     if study.effect:
-        return _effect(study, ready)
+        return _effect(study, ready, others)
     if study.hue == "system":
         return _over_zero3(study, ready) or _ends(study, lines[speeds.comparable(lines)])
     told = _settings(study, ready)
@@ -94,20 +94,36 @@ def _at(line: Any, path: str) -> str:
     return words if path == "system" or path in names.VALUES else f"{setting} {words}"
 
 
-def _effect(study: Study, ready: pd.DataFrame) -> str:
+def _effect(study: Study, ready: pd.DataFrame, others: Sequence[pd.DataFrame]) -> str:
+    """The change in the leading run, and in other runs where they have both ends."""
     x, at = str(study.x), study.effect.get("at", {})
-    for path, value in at.items():
-        ready = ready[ready[path] == value]
     ends = [study.effect[end] for end in ("from", "to")]
-    old, new = (ready[ready[x] == end] for end in ends)
-    if not len(old) or not len(new):
+    pair = _pair(study, ready)
+    if pair is None:
         return "The two settings of the question were not both measured in this run."
-    known = _known(speeds.ratio(new.iloc[0], old.iloc[0]), change=True)
+    old, new = pair
+    known = _known(speeds.ratio(new, old), change=True)
     if ends == [False, True]:
-        return f"With the {names.setting(x)}, tokens/s change by {known}.{_resumed(new.iloc[0])}"
-    going = f"{' to '.join(names.value(x, end) for end in ends)} {names.setting(x)}"
-    going += f", with {' and '.join(_at(new.iloc[0], path) for path in at)}," if at else ""
-    return f"Going from {going} changes tokens/s by {known}."
+        told = f"With the {names.setting(x)}, tokens/s change by {known}."
+    else:
+        going = f"{' to '.join(names.value(x, end) for end in ends)} {names.setting(x)}"
+        going += f", with {' and '.join(_at(new, path) for path in at)}," if at else ""
+        told = f"Going from {going} changes tokens/s by {known}."
+    found = [_pair(study, one[speeds.comparable(one)]) for one in others]
+    again = sorted(speeds.ratio(two, one) for one, two in filter(None, found))
+    if again:
+        low, high = again[0].change, again[-1].change
+        where = "another run" if len(again) == 1 else f"{len(again)} other runs"
+        told += f" In {where} it is {low if low == high else f'{low} to {high}'}."
+    return told + (_resumed(new) if ends == [False, True] else "")
+
+
+def _pair(study: Study, ready: pd.DataFrame) -> tuple[Any, Any] | None:
+    """The lines at both ends of the effect; None where one is missing."""
+    for path, value in study.effect.get("at", {}).items():
+        ready = ready[ready[path] == value]
+    ends = [ready[ready[str(study.x)] == study.effect[end]] for end in ("from", "to")]
+    return None if any(not len(end) for end in ends) else (ends[0].iloc[0], ends[1].iloc[0])
 
 
 def _resumed(line: Any) -> str:

@@ -257,6 +257,9 @@ def test_a_saved_state_stands_beside_what_it_costs() -> None:
     told = answers.answer(study, found)
     assert told.startswith("With the state saved in every window, tokens/s change by −4.8%")
     assert told.endswith("its losses lie 3.9e-05 nats from the first one's.")
+    assert "other run" not in told
+    both = pd.concat([found.assign(run="1"), found.assign(run="2")], ignore_index=True)
+    assert " In another run it is −4.8%. Another process" in answers.answer(study, both)
     exact = dataclasses.replace(rows[1], counters=rows[1].counters | {"resumed_difference": 0.0})
     ((study, found),) = report.sections(framed([rows[0], exact]))
     assert tables.of(study, found)["resumed losses off"].iloc[1] == "0"
