@@ -43,6 +43,7 @@ def _known(found: Ratio, *, change: bool = False) -> str:
 
 
 def _comparison(study: Study, ready: pd.DataFrame) -> str:
+    ready = max(studies.parts(study, ready), key=len)  # one model and shape, as the figure's
     own = ready["system"] != REFERENCE
     ranked = ready[own] if own.any() else ready
     best, base = speeds.fastest(ranked), tables.base_of(study, ready)

@@ -95,6 +95,9 @@ def _line(row: pd.Series) -> bytes:
 
 def _refuse(found: pd.DataFrame) -> None:
     for _, row in found.iterrows():
+        if not str(row["source"]).endswith(".jsonl"):
+            why = "got a run of W&B, allowed a file of rows (rows.jsonl) or a folder with one"
+            raise ValueError(f"{row['source']}: {why}; give that")
         commit = row["git_commit"] if isinstance(row["git_commit"], str) else "unknown"
         if not row["machine_details"].get("gpu"):
             why = "got rows measured without a GPU, allowed rows of a GPU"

@@ -112,6 +112,11 @@ class Generations:
             raise
         self.settle(system)
 
+    @property
+    def writing(self) -> bool:
+        """Whether a state that was begun has not been taken up."""
+        return self._begun is not None
+
     def settle(self, system: Any, *, wait: bool = False) -> None:
         """Take up the state that was begun, if it is there, and remove those that are too old.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -32,6 +33,8 @@ AT_ONCE = 256
 LONGEST = 1 << 20
 """Characters that are tokenised together; a longer document is cut at the end of a line."""
 KINDS = (".jsonl", ".json", ".parquet", ".txt")
+HALF = re.compile(r"[\ud800-\udfff]")
+"""Half of a character beyond the first 65,536, which JSON can hold and UTF-8 cannot."""
 Example = tuple[str, Mapping[str, Any]]
 """Where it stands, and its fields."""
 
@@ -304,6 +307,11 @@ def _require_field(where: str, example: Any, name: str, kind: type) -> None:
         raise ValueError(
             f"data.files: got {where} with {name}={str(example[name])[:80]!r}, allowed a "
             f"{kind.__name__}; correct it"
+        )
+    if kind is str and HALF.search(example[name]):
+        raise ValueError(
+            f"data.files: got {where} with half a character (\\ud800 to \\udfff) in {name}, "
+            "allowed whole ones; correct it"
         )
 
 

@@ -81,11 +81,10 @@ def compose_train(overrides: Sequence[str]) -> tuple[Cell, Train]:
     plain = auto.resolve(cfg)
     if not counted:
         return cell_from(plain), train
-    if train.steps is None:
-        train = dataclasses.replace(
-            train, steps=train.num_steps(stream_of(cell_from(plain))), epochs=None
-        )
-    plain["recipe"]["total_steps"] = train.steps
+    steps = train.steps
+    if steps is None:
+        steps = train.num_steps(stream_of(cell_from(plain)))
+    plain["recipe"]["total_steps"] = steps
     return cell_from(plain), train
 
 
@@ -240,9 +239,12 @@ class _Run:
             )
 
     def _require_export(self) -> None:
-        """ValueError where the folder of the trained weights cannot become this run's."""
+        """ValueError where the folder of the trained weights cannot become this run's, nor holds
+        what an earlier start of it wrote at its end."""
         path = self.train.export
-        if path is not None and Path(path).exists() and not self.states.found():
+        if path is None or not Path(path).exists():
+            return
+        if not self.states.found() or _written(self._run_path).get("exported") != self._export_of():
             raise ValueError(
                 f"train.export: got {path}, which exists, allowed a new folder; choose another "
                 "name or remove it"
@@ -251,12 +253,12 @@ class _Run:
     def _identify(self) -> str:
         """The run's name in W&B, which all its starts share. ValueError where the folder has the
         states of another run."""
-        path, known = self.cell.output_dir / "run.json", known_of(self.cell)
-        there: Any = {}
-        with contextlib.suppress(OSError, ValueError):
-            there = json.loads(path.read_text())
+        known, there = known_of(self.cell), _written(self._run_path)
+        if self.train.epochs is not None:  # which would end elsewhere
+            known["batch_size"] = self.cell.shape.batch_size
         if self.states.found():
-            other = {key: there.get("known", known).get(key) for key in known}
+            before = there.get("known", {})  # of an older version without some
+            other = {key: before.get(key, known[key]) for key in known}
             for key in (key for key in known if other[key] != known[key]):
                 raise ValueError(
                     f"output_dir: got {self.cell.output_dir}, which has states of a run with {key} "
@@ -267,8 +269,17 @@ class _Run:
             there = {"id": digest([known, environment.boot(), time.time_ns()])}
         config = {**published(self.cell.config), "train": dataclasses.asdict(self.train)}
         run = {"id": there.get("id") or digest(known), "known": known, "config": config}
-        replace_file(path, json.dumps(run, indent=1))
+        run |= {"exported": there["exported"]} if "exported" in there else {}
+        replace_file(self._run_path, json.dumps(run, indent=1))
         return str(run["id"])
+
+    @property
+    def _run_path(self) -> Path:
+        return self.cell.output_dir / "run.json"
+
+    def _export_of(self) -> list[Any]:
+        """What is exported where: the folder and the steps that its weights have seen."""
+        return [os.path.abspath(str(self.train.export)), self.train.num_steps(self.stream)]
 
     def _tell(self) -> None:
         """What is going to be trained, and what it takes: time and energy where they are known,
@@ -317,10 +328,10 @@ class _Run:
             stop.training = training
             with contextlib.closing(training), Follower(cell, self.id):
                 finished = training.run()
-            if training.unsaved:
-                return _ended(1, f"output_dir: the last state was not saved: {training.unsaved}")
             if finished:
                 self._export()
+            if training.unsaved:
+                return _ended(1, f"output_dir: the last state was not saved: {training.unsaved}")
         where = f"step {training.at.step:,}, {training.at.tokens:,} tokens"
         if not finished:
             return _ended(
@@ -335,6 +346,8 @@ class _Run:
             return
         path, spec = Path(self.train.export), self.cell.spec()
         if not path.exists():
+            run = _written(self._run_path) | {"exported": self._export_of()}
+            replace_file(self._run_path, json.dumps(run, indent=1))
             dtype = DTYPES[self.train.export_dtype or self.cell.dtype]
             export(self.system.parameters(), spec.model, path, dtype=dtype)
         print(f"  weights: {path}", flush=True)
@@ -367,12 +380,22 @@ def known_of(cell: Cell) -> dict[str, Any]:
     return {
         "system": cell.system,
         "model": cell.model.name,
+        "model.config": digest([cell.model.model_type, dict(cell.model.config)]),
         "weights": cell.model.checkpoint_digest,
         "dtype": cell.dtype,
         "text": cell.data.digest,
+        "data.heldout_fraction": cell.data.heldout_fraction,
         "seed": cell.seed,
         "seq_len": cell.shape.seq_len,
     }
+
+
+def _written(path: Path) -> dict[str, Any]:
+    """What run.json has; nothing where there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        found: Any = json.loads(path.read_text())
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 class Shown:

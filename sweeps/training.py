@@ -168,6 +168,7 @@ class Training:
         self._heldout = batches_of(stream, train.evaluate_tokens) if train.evaluate_every else []
         self._rate: deque[tuple[float, int]] = deque(maxlen=20)
         self._saves, self._deadline, self._save_s = train.save_every, deadline, 0.0
+        self._save_began: float | None = None
         self.log = self._begun(cell.output_dir / "log.jsonl")
 
     def _begun(self, log: Path) -> Log:
@@ -185,7 +186,7 @@ class Training:
         unless `unsaved` says why not."""
         if self.at.step == 0:
             self._evaluate()
-        while self.at.step < self.num_steps and not self.stop:
+        while self.at.step < self.num_steps and not self.stop and self._in_time():
             self._step()
             due = self._saves and self.at.step % self._saves == 0
             if self._evaluates():
@@ -202,11 +203,15 @@ class Training:
         every = self.train.evaluate_every
         return bool(self._heldout) and (self.at.step % every == 0 or self.at.step == self.num_steps)
 
-    def _step(self) -> None:
-        started = time.perf_counter()
+    def _in_time(self) -> bool:
+        """Whether a state could still be written after another step; else that is why it stops."""
         if time.monotonic() + self._save_s > self._deadline:
             self.stop = "time_limit_s is up"
-            return
+            return False
+        return True
+
+    def _step(self) -> None:
+        started = time.perf_counter()
         batch = next(self.stream)
         loss = self.system.train_step(batch)
         norm = getattr(self.system, "gradient_norm", None)
@@ -267,9 +272,9 @@ class Training:
 
     def _save(self) -> None:
         """Save the state of now. Where that fails training goes on, and the next one is tried."""
-        started = time.perf_counter()
         self._drain()
         self._settle(wait=True)
+        self._save_began = time.perf_counter()
         try:
             self.at = dataclasses.replace(self.at, log_bytes=self.log.settled())
             self.states.begin(self.system, self.at, room=self.room)
@@ -279,7 +284,7 @@ class Training:
             self._warn(f"{self.unsaved}; this run cannot be gone on with")
         except OSError as error:
             self._not_saved(error)
-        self._save_s = max(self._save_s, time.perf_counter() - started)
+        self._time_save()
         self._rate.clear()
 
     def _settle(self, *, wait: bool = False) -> None:
@@ -287,6 +292,13 @@ class Training:
             self.states.settle(self.system, wait=wait)
         except OSError as error:
             self._not_saved(error)
+        self._time_save()
+
+    def _time_save(self) -> None:
+        """Note how long a state took until it was on the disk, once it is."""
+        if self._save_began is not None and not self.states.writing:
+            self._save_s = max(self._save_s, time.perf_counter() - self._save_began)
+            self._save_began = None
 
     def _not_saved(self, error: OSError) -> None:
         self.unsaved = one_line(error)

@@ -10,7 +10,7 @@ import yaml
 from analysis import __main__ as command
 from analysis import record
 from sweeps.result import Row
-from tests.made_rows import CPU, H200, curve, row, save
+from tests.made_rows import CPU, H200, curve, framed, row, save
 
 BOOT, OTHER = (
     {**H200, "boot": "0123abcd", "device_bytes": 10**11},
@@ -114,6 +114,15 @@ def test_what_may_not_be_filed_is_one_line_and_leaves_nothing(
     with pytest.raises(ValueError, match=told) as caught:
         record.add([source], tmp_path / "results")
     assert str(source) in str(caught.value)
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_run_of_wandb_is_no_file_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes would become a line of the record."""
+    found = framed([measured("zero3")]).assign(source=str(tmp_path / "run-0.wandb"))
+    monkeypatch.setattr(record.rows, "every_row", lambda *sources: found)
+    with pytest.raises(ValueError, match="got a run of W&B, allowed a file of rows"):
+        record.add([tmp_path], tmp_path / "results")
     assert not (tmp_path / "results").exists()
 
 

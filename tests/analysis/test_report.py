@@ -317,6 +317,30 @@ def test_the_seeds_of_a_system_are_one_mean_and_tell_how_far_one_system_ends_fro
     assert drawn.axes[2].get_title() == "FSDP2:\n+0.01 nats in the second half"
 
 
+def test_what_is_compared_is_of_one_shape() -> None:
+    """Though ZeRO-3 was measured at another alone, where it is slower."""
+    made = [
+        row(
+            system,
+            [step] * 3,
+            experiment="zero3_7b",
+            cell=f"{system} {shape}",
+            batch_size=shape[0],
+            seq_len=shape[1],
+            tokens_per_s=32768 / step,
+            agrees=True,
+            config=config(name=system) | {"shape": {"batch_size": shape[0], "seq_len": shape[1]}},
+        )
+        for system, shape, step in (
+            ("megatrain", (32, 1024), 2.0),
+            ("megatrain", (8, 4096), 4.0),
+            ("zero3", (8, 4096), 6.0),
+        )
+    ]
+    ((study, found),) = report.sections(framed(made))
+    assert "is 1.50x" in answers.answer(study, found)
+
+
 def test_one_window_has_no_interval_and_one_block_is_no_blocks() -> None:
     made = [
         row(

@@ -227,6 +227,7 @@ TABLE = {
         data=text data.files=file => data.files: got 'file', allowed a file of .jsonl
         data=text data.files=empty.jsonl => data.files: got 'empty.jsonl', which is empty
         data=text data.files=[words.jsonl,torn.jsonl] => data.files: got torn.jsonl line 1
+        data=text data.files=half.jsonl => data.files: got half.jsonl line 1 with half a character
         data=text data.files=list.jsonl => data.files: got list.jsonl line 1 without the field 'text'
         data=text data.files=words.jsonl data.text_field=body => data.files: got words.jsonl line 1 without the field 'body'
         data=text data.files=words.jsonl data.text_field=7 => data.text_field: got 7
@@ -616,6 +617,7 @@ def furnish(folder: Path, rows: str) -> None:
         "list.jsonl": "[1]\n",
         "good.jsonl": rows,
         "words.jsonl": '{"text": "a few words"}\n',
+        "half.jsonl": '{"text": "half \\ud83d pair"}\n',
     }
     written["later.jsonl"] = json.dumps(json.loads(rows) | {"schema_version": 99}) + "\n"
     for name, text in written.items():

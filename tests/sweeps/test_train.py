@@ -237,7 +237,15 @@ def test_a_run_without_a_usable_state_is_not_begun_anew(ended, tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
-    "other", ["seed=1", "shape.seq_len=8", "system=in_memory", "system.dtype=float32"]
+    "other",
+    [
+        "seed=1",
+        "shape.seq_len=8",
+        "system=in_memory",
+        "system.dtype=float32",
+        "data.heldout_fraction=0.3",
+        "model.config.rms_norm_eps=0.1",
+    ],
 )
 def test_a_folder_with_another_run_is_refused(other, ended, tmp_path, capfd):
     folder = copied(ended, tmp_path / "run")
@@ -253,6 +261,25 @@ def test_a_finished_run_can_be_made_longer(ended, tmp_path):
         train.main([*SMALL, f"output_dir={folder}", "train.steps=8", "recipe.total_steps=6"]) == 0
     )
     assert [line["step"] for line in logged(folder)] == list(range(1, 9))
+
+
+def test_weights_of_a_shorter_run_are_not_taken_for_those_of_a_longer_one(tmp_path, capfd):
+    assert trained(tmp_path, "train.steps=6") == 0
+    before = weights(tmp_path)["model.norm.weight"]
+    assert trained(tmp_path, "train.steps=6") == 0  # done already, and written by itself
+    assert trained(tmp_path, "train.steps=8") == 2
+    assert "which exists, allowed a new folder" in capfd.readouterr().err.splitlines()[-1]
+    assert len(logged(tmp_path)) == 6
+    (tmp_path / "weights").rename(tmp_path / "shorter")
+    assert trained(tmp_path, "train.steps=8") == 0
+    assert not torch.equal(weights(tmp_path)["model.norm.weight"], before)
+
+
+def test_a_run_by_epochs_is_not_gone_on_with_in_other_batches(tmp_path, capfd):
+    given = [*SMALL, f"output_dir={tmp_path}", "train.epochs=0.01", "train.save_every=0"]
+    assert train.main(given) == 0
+    assert train.main([*given, "shape.batch_size=4"]) == 2
+    assert "a run with batch_size 2, allowed batch_size 4" in capfd.readouterr().err
 
 
 def test_a_folder_that_another_run_is_in_is_refused(ended, capfd):
@@ -308,12 +335,30 @@ def test_time_that_is_up_saves(tmp_path, capfd):
     assert "time_limit_s is up" in capfd.readouterr().err
 
 
+def test_a_step_is_evaluated_once_and_the_time_of_a_state_is_kept_free(tmp_path, monkeypatch):
+    """Though the time is up after an evaluation; a state takes a second, beside training."""
+    write = blockfile.write
+
+    def slow(*given: Any) -> tuple[int, str]:
+        time.sleep(0.25)
+        return write(*given)
+
+    monkeypatch.setattr(blockfile, "write", slow)
+    began = time.monotonic()
+    given = ["train.steps=100000", "train.save_every=100", "train.evaluate_every=1"]
+    assert trained(tmp_path, *given, "train.evaluate_tokens=16", "time_limit_s=10") == train.STOPPED
+    assert time.monotonic() - began < 11.5
+    evaluated = [line["step"] for line in logged(tmp_path) if "heldout_loss" in line]
+    assert len(set(evaluated)) == len(evaluated)
+    assert max(evaluated) == logged(tmp_path)[-1]["step"] > 100
+
+
 def test_epochs_are_counted_in_sequences(tmp_path):
     assert trained(tmp_path, "train.epochs=0.01", "train.save_every=0") == 0
     cell, asked = train.compose_train([*SMALL, "train.epochs=0.01"])
     sequences = math.floor(65536 * 0.98) // 17
-    assert asked.steps == math.ceil(0.01 * sequences / 2) == len(logged(tmp_path))
-    assert cell.recipe.total_steps == asked.steps
+    assert cell.recipe.total_steps == math.ceil(0.01 * sequences / 2) == len(logged(tmp_path))
+    assert (asked.steps, asked.epochs) == (None, 0.01)
 
 
 def test_the_log_is_mirrored_to_wandb(tmp_path):
@@ -353,6 +398,7 @@ def test_a_last_state_that_is_not_saved_is_no_success(tmp_path, monkeypatch, cap
     monkeypatch.setattr(blockfile, "write", full)
     assert trained(tmp_path, "train.steps=6") == 1
     assert "the last state was not saved" in capfd.readouterr().err
+    assert weights(tmp_path)  # for which there was room
     assert not list((tmp_path / "states").glob("*/state"))
 
 
