@@ -365,6 +365,7 @@ def test_the_log_is_mirrored_to_wandb(tmp_path):
     """Offline, of two starts, the second of which has the whole log."""
     given = ["train.steps=9", "train.save_every=0", "logging=wandb"]
     assert trained(tmp_path, "train.steps=6", "recipe.total_steps=9", *given[1:]) == 0
+    (tmp_path / "weights").rename(tmp_path / "shorter")
     assert trained(tmp_path, *given) == 0
     (run,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(run)]
