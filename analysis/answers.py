@@ -19,7 +19,8 @@ def answer(study: Study, lines: pd.DataFrame) -> str:
     """What a study says. lines: of all its runs; ratios are those of the leading one."""
     lead = studies.leading(study, lines)
     others = [one for run, one in lines.groupby("run") if run != lead["run"].iloc[0]]
-    ready = lead[speeds.comparable(lead)]
+    main = studies.main_part(study, lead)
+    ready = main[speeds.comparable(main)]
     if not lead["tokens_per_s"].notna().any():
         return "Nothing was measured; below stands why."
     if study.figure == "quality":
@@ -43,7 +44,6 @@ def _known(found: Ratio, *, change: bool = False) -> str:
 
 
 def _comparison(study: Study, ready: pd.DataFrame) -> str:
-    ready = max(studies.parts(study, ready), key=len)  # one model and shape, as the figure's
     own = ready["system"] != REFERENCE
     ranked = ready[own] if own.any() else ready
     best, base = speeds.fastest(ranked), tables.base_of(study, ready)
@@ -98,7 +98,7 @@ def _at(line: Any, path: str) -> str:
 def _effect(study: Study, ready: pd.DataFrame, others: Sequence[pd.DataFrame]) -> str:
     """The change in the leading run, and in other runs where they have both ends."""
     x, at = str(study.x), study.effect.get("at", {})
-    ends = [study.effect[end] for end in ("from", "to")]
+    ends, resumed = [study.effect[end] for end in ("from", "to")], ""
     pair = _pair(study, ready)
     if pair is None:
         return "The two settings of the question were not both measured in this run."
@@ -106,6 +106,7 @@ def _effect(study: Study, ready: pd.DataFrame, others: Sequence[pd.DataFrame]) -
     known = _known(speeds.ratio(new, old), change=True)
     if ends == [False, True]:
         told = f"With the {names.setting(x)}, tokens/s change by {known}."
+        resumed = _resumed(new)
     else:
         going = f"{' to '.join(names.value(x, end) for end in ends)} {names.setting(x)}"
         going += f", with {' and '.join(_at(new, path) for path in at)}," if at else ""
@@ -116,7 +117,7 @@ def _effect(study: Study, ready: pd.DataFrame, others: Sequence[pd.DataFrame]) -
         low, high = again[0].change, again[-1].change
         where = "another run" if len(again) == 1 else f"{len(again)} other runs"
         told += f" In {where} it is {low if low == high else f'{low} to {high}'}."
-    return told + (_resumed(new) if ends == [False, True] else "")
+    return told + resumed
 
 
 def _pair(study: Study, ready: pd.DataFrame) -> tuple[Any, Any] | None:
@@ -187,9 +188,9 @@ def _quality(lead: pd.DataFrame, others: Sequence[pd.DataFrame]) -> str:
         apart = f"{abs(gap):.2g} nats {'above' if gap > 0 else 'below'} {base}"
         held = "" if told else " on held-out text"
         told.append(f"{name} ends {apart}{held}.")
-    if (seeds := int(same["count"].max())) > 1:
+    if same["count"].max() > 1:
         own = (same["max"] - same["min"]).max()
-        told.append(f"Each is a mean over up to {seeds} seeds; those of one lie {own:.2g} apart.")
+        told.append(f"Each is a mean over its seeds. One system's seeds end {own:.2g} nats apart.")
     widest = max((_spread(_ends_of(other, exact=True)["mean"]) for other in others), default=0.0)
     if len(same) > 1 and widest > _spread(same["mean"]):
         told.append(f"In another run systems with an exact master end {widest:.2g} nats apart.")

@@ -42,6 +42,7 @@ def ratios(lines: pd.DataFrame, selectors: list[str]) -> list[speeds.Ratio]:
     where none did."""
     found = []
     for _, mine in lines.groupby("run"):
+        mine = studies.main_part(studies.of_rows(str(mine["study"].iloc[0]), mine), mine)
         with suppress(ValueError):
             found.append(speeds.ratio(*[line(mine, selector) for selector in selectors]))
     if not found:
@@ -94,7 +95,8 @@ def run_of(place: str, lines: pd.DataFrame) -> pd.DataFrame:
     if not len(mine):
         allowed = ", ".join(sorted(lines["study"].unique()))
         raise ValueError(f"got {place!r}, allowed {allowed}; mend the marker")
-    return studies.leading(studies.of_rows(name, mine), mine)
+    study = studies.of_rows(name, mine)
+    return studies.main_part(study, studies.leading(study, mine))
 
 
 def fill(text: str, lines: pd.DataFrame) -> str:

@@ -91,6 +91,12 @@ def parts(study: Study, lines: pd.DataFrame) -> list[pd.DataFrame]:
     return [part for _, part in lines.groupby(shape, sort=False)] if study.compares else [lines]
 
 
+def main_part(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
+    """The part of a run of which most was measured: what an answer, a figure and a number are of,
+    for no ratio spans two models or shapes."""
+    return max(parts(study, lines), key=lambda part: part["tokens_per_s"].notna().sum())
+
+
 def of_rows(
     name: str, found: pd.DataFrame, *, x: str | None = None, hue: str | None = None
 ) -> Study:

@@ -253,9 +253,7 @@ class _Run:
     def _identify(self) -> str:
         """The run's name in W&B, which all its starts share. ValueError where the folder has the
         states of another run."""
-        known, there = known_of(self.cell), _written(self._run_path)
-        if self.train.epochs is not None:  # which would end elsewhere
-            known["batch_size"] = self.cell.shape.batch_size
+        known, there = known_of(self.cell, self.train), _written(self._run_path)
         if self.states.found():
             before = there.get("known", {})  # of an older version without some
             other = {key: before.get(key, known[key]) for key in known}
@@ -375,9 +373,11 @@ def memory_use(plan: Mapping[str, Any], machine: Mapping[str, Any]) -> str:
     )
 
 
-def known_of(cell: Cell) -> dict[str, Any]:
-    """What a run and the states that it goes on from must share."""
-    return {
+def known_of(cell: Cell, train: Train) -> dict[str, Any]:
+    """What a run and the states that it goes on from must share. In other batches a run of so many
+    epochs would end elsewhere."""
+    batch = {} if train.epochs is None else {"shape.batch_size": cell.shape.batch_size}
+    return batch | {
         "system": cell.system,
         "model": cell.model.name,
         "model.config": digest([cell.model.model_type, dict(cell.model.config)]),

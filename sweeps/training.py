@@ -204,8 +204,9 @@ class Training:
         return bool(self._heldout) and (self.at.step % every == 0 or self.at.step == self.num_steps)
 
     def _in_time(self) -> bool:
-        """Whether a state could still be written after another step; else that is why it stops."""
-        if time.monotonic() + self._save_s > self._deadline:
+        """Whether a state could still be written after another step, and the one that is being
+        written before it; else that is why it stops."""
+        if time.monotonic() + self._save_s * (1 + self.states.writing) > self._deadline:
             self.stop = "time_limit_s is up"
             return False
         return True

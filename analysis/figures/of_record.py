@@ -19,6 +19,7 @@ OWNER = {kind: name for name, (_, kinds) in KINDS.items() for kind in kinds}
 CLAIM = 1.84
 """The paper's ratio of MegaTrain to DeepSpeed ZeRO-3 with offload at 14B (arXiv 2604.05091)."""
 CLAIMED = "14B"
+"""The size in whose panel the claim is drawn."""
 LIMIT = 3.7
 """Rivals that are slower still (a disk) are left to the table."""
 RIVAL = ["family", "mode"]

@@ -41,7 +41,7 @@ def draw(study: Study, lines: pd.DataFrame, beside: Iterable[pd.DataFrame] = ())
     if study.figure not in kinds:
         allowed = f"allowed {', '.join(kinds)}, lines, quality; choose one"
         raise ValueError(f"studies.yaml: {study.name}.figure: got {study.figure!r}, {allowed}")
-    return kinds[study.figure](study, max(studies.parts(study, lead), key=len))
+    return kinds[study.figure](study, studies.main_part(study, lead))
 
 
 def bars(study: Study, lines: pd.DataFrame) -> Figure:

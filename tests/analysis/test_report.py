@@ -306,7 +306,7 @@ def test_the_seeds_of_a_system_are_one_mean_and_tell_how_far_one_system_ends_fro
     ]
     ((study, found),) = report.sections(framed(made))
     told = "2 systems with an exact master end within 0.01 nats of each other on held-out text."
-    seeds = "Each is a mean over up to 2 seeds; those of one lie 0.1 apart."
+    seeds = "Each is a mean over its seeds. One system's seeds end 0.1 nats apart."
     assert answers.answer(study, found) == f"{told} {seeds}"
     assert "in memory (seed 1)" in tables.of(study, found)["system"].to_list()
     gaps = answers.loss_gaps(found[found["system"] != "lora"])
