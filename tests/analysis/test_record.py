@@ -2,15 +2,17 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from analysis import __main__ as command
-from analysis import record
+from analysis import record, rows
 from sweeps.result import Row
-from tests.made_rows import CPU, H200, curve, framed, row, save
+from tests.made_rows import CPU, H200, curve, row, save
 
 BOOT, OTHER = (
     {**H200, "boot": "0123abcd", "device_bytes": 10**11},
@@ -117,10 +119,13 @@ def test_what_may_not_be_filed_is_one_line_and_leaves_nothing(
     assert not (tmp_path / "results").exists()
 
 
-def test_a_run_of_wandb_is_no_file_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its bytes would become a line of the record."""
-    found = framed([measured("zero3")]).assign(source=str(tmp_path / "run-0.wandb"))
-    monkeypatch.setattr(record.rows, "every_row", lambda *sources: found)
+@pytest.mark.slow
+def test_a_run_of_wandb_is_no_file_of_rows(tmp_path: Path) -> None:
+    """Its bytes would become a line of the record. What it holds can be read all the same."""
+    source = save(tmp_path / "rows.jsonl", [measured("zero3")])
+    subprocess.run([sys.executable, "-m", "sweeps.upload", source], check=True)
+    source.unlink()
+    assert len(rows.frame(tmp_path)) == 1
     with pytest.raises(ValueError, match="got a run of W&B, allowed a file of rows"):
         record.add([tmp_path], tmp_path / "results")
     assert not (tmp_path / "results").exists()
