@@ -1,6 +1,5 @@
 """The answer of a study in a sentence or two, which its page begins with and its figure too."""
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +9,6 @@ from analysis import names, speeds, studies, tables
 from analysis.speeds import Ratio
 from analysis.studies import Study
 from sweeps.agreement import ADAPTERS, REFERENCE
-
-PLURAL = r"(?<=[a-z])s\b"
-"""The ending of the first word of several, in the unit of a setting."""
 
 
 def answer(study: Study, lines: pd.DataFrame) -> str:
@@ -71,28 +67,20 @@ def _over_zero3(study: Study, ready: pd.DataFrame) -> str | None:
     rival = tables.base_of(study, ready, best)
     told = f"{'' if rival['mode'] else 'eager '}{names.name(rival)}"
     known = _known(over[best.name])
-    return f"At {_at(best, str(study.x))}, {names.name(best)} is {known} as fast as {told}."
+    where = tables.at(best, str(study.x), *study.rest)
+    return f"At {where}, {names.name(best)} is {known} as fast as {told}."
 
 
 def _ends(study: Study, ready: pd.DataFrame) -> str:
     """What the engine reaches at both ends of x: `fast` where it was measured."""
     fast = ready[ready["family"] == "megatrain_fast"]
-    mine = tables.sort(study, fast if len(fast) > 1 else ready)
+    mine, ends = tables.sort(study, fast if len(fast) > 1 else ready), [str(study.x), *study.rest]
     first, last = (
-        f"{names.name(one)} reaches {one['tokens_per_s']:,.0f} tokens/s at {_at(one, str(study.x))}"
+        f"{names.name(one)} reaches {one['tokens_per_s']:,.0f} tokens/s at {tables.at(one, *ends)}"
         for one in (mine.iloc[0], mine.iloc[-1])
     )
     again = last.removeprefix(f"{names.name(mine.iloc[0])} reaches ")  # one system is named once
     return f"{first}." if first == last else f"{first} and {again}."
-
-
-def _at(line: Any, path: str) -> str:
-    """`7.6B parameters`, `64K tokens per sequence`, `3 CUDA streams`, `powers of two`."""
-    words, setting = tables.value(line, path), names.setting(path)
-    if words[:1].isdigit():
-        unit = names.WORDS["units"].get(path, setting)
-        return f"{words} {re.sub(PLURAL, '', unit, count=1) if words == '1' else unit}"
-    return words if path == "system" or path in names.VALUES else f"{setting} {words}"
 
 
 def _effect(study: Study, ready: pd.DataFrame, others: Sequence[pd.DataFrame]) -> str:
@@ -109,7 +97,7 @@ def _effect(study: Study, ready: pd.DataFrame, others: Sequence[pd.DataFrame]) -
         resumed = _resumed(new)
     else:
         going = f"{' to '.join(names.value(x, end) for end in ends)} {names.setting(x)}"
-        going += f", with {' and '.join(_at(new, path) for path in at)}," if at else ""
+        going += f", with {' and '.join(tables.at(new, path) for path in at)}," if at else ""
         told = f"Going from {going} changes tokens/s by {known}."
     found = [_pair(study, one[speeds.comparable(one)]) for one in others]
     again = sorted(speeds.ratio(two, one) for one, two in filter(None, found))
@@ -124,8 +112,11 @@ def _pair(study: Study, ready: pd.DataFrame) -> tuple[Any, Any] | None:
     """The lines at both ends of the effect; None where one is missing."""
     for path, value in study.effect.get("at", {}).items():
         ready = ready[ready[path] == value]
-    ends = [ready[ready[str(study.x)] == study.effect[end]] for end in ("from", "to")]
-    return None if any(not len(end) for end in ends) else (ends[0].iloc[0], ends[1].iloc[0])
+    old, new = (ready[ready[str(study.x)] == study.effect[end]] for end in ("from", "to"))
+    for _, line in old.iterrows():
+        for _, other in tables.alike(study, new, line).iterrows():
+            return line, other
+    return None
 
 
 def _resumed(line: Any) -> str:
@@ -141,14 +132,14 @@ def _resumed(line: Any) -> str:
 def _settings(study: Study, ready: pd.DataFrame) -> str:
     best, worst = speeds.fastest(ready), ready.sort_values("tokens_per_s").iloc[0]
     if best.name == worst.name:
-        only = f"{_at(best, str(study.x))}: {best['tokens_per_s']:,.0f} tokens/s"
+        only = f"{tables.at(best, str(study.x))}: {best['tokens_per_s']:,.0f} tokens/s"
         return f"Not answered yet: one setting alone was measured, {only}."
     if study.x == "system.preset":
         first = tables.sort(study, ready).iloc[0]
         known, base = _known(speeds.ratio(best, first)), tables.value(first, study.x)
         over = f"as fast as the published algorithm ({base})"
         return f"With every switch on the engine is {known} {over}."
-    fast, slow = (" with ".join(_at(one, path) for path in study.axes) for one in (best, worst))
+    fast, slow = (tables.at(one, *study.axes) for one in (best, worst))
     known = _known(speeds.ratio(worst, best), change=True)
     return f"The fastest is {fast}. The slowest is {slow}: {known}."
 
@@ -169,7 +160,7 @@ def losses(study: Study, ready: pd.DataFrame) -> str:
     """The largest gap of the losses at the end."""
     gaps = loss_gaps(ready)
     gap, at = max((abs(one[-1]), at) for at, one in enumerate(gaps))
-    far = _at(ready.iloc[at], str(study.x))
+    far = tables.at(ready.iloc[at], str(study.x))
     return f"With {far} the loss is {gap:.2g} off after {len(gaps[at])} steps."
 
 

@@ -59,6 +59,8 @@ def value(path: str, given: Any) -> str:
         return f"{given // 1024}K"
     if given in VALUES.get(path, {}):
         return VALUES[path][given]
+    if given is None or given != given:
+        return "—"
     if isinstance(given, bool):
         return "on" if given else "off"
     return str(int(given)) if isinstance(given, float) and given.is_integer() else str(given)

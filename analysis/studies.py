@@ -29,6 +29,7 @@ class Study:
     experiments: Sequence[str] = ()
     x: str | None = None
     hue: str | None = None
+    rest: Sequence[str] = ()
     value: str = "tokens_per_s"
     figure: str = "comparison"
     effect: dict[str, Any] = field(default_factory=dict)
@@ -40,8 +41,8 @@ class Study:
 
     @property
     def axes(self) -> list[str]:
-        """What is varied: x, then hue."""
-        return [path for path in (self.x, self.hue) if path]
+        """What is varied: x, then hue, then the rest, of which no line and no ratio spans two."""
+        return [*filter(None, (self.x, self.hue)), *self.rest]
 
     @property
     def compares(self) -> bool:
@@ -86,9 +87,11 @@ def leading(study: Study, mine: pd.DataFrame) -> pd.DataFrame:
 
 
 def parts(study: Study, lines: pd.DataFrame) -> list[pd.DataFrame]:
-    """The lines of a run; where systems are compared, those of one model and shape at a time."""
-    shape = ["model", "batch_size", "seq_len"]
-    return [part for _, part in lines.groupby(shape, sort=False)] if study.compares else [lines]
+    """The lines of a run, of one model at a time where it is not what is varied; where systems are
+    compared, of one shape too."""
+    told = ["model", "batch_size", "seq_len"] if study.compares else ["model"]
+    whole = not study.compares and "num_params" not in study.rest
+    return [lines] if whole else [part for _, part in lines.groupby(told, sort=False)]
 
 
 def main_part(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
@@ -110,7 +113,7 @@ def of_rows(
             allowed = ", ".join(varied) or "nothing, for the rows differ in nothing"
             raise ValueError(f"{place}: got {path!r}, allowed {allowed}; choose one")
     if name in listed() and not (x or hue):
-        return known
+        return replace(known, rest=_rest(known, found, varied)) if known.x else known
     x = x or next((path for path in varied if path != hue), None)
     if x is None:
         return known
@@ -118,7 +121,27 @@ def of_rows(
     hue = hue or next((path for path in rest if path != x), None)
     numeric = pd.to_numeric(found[x], errors="coerce").notna().all()
     figure = "lines" if numeric and found[x].nunique() > 2 else "bars"
-    return replace(known, x=x, hue=hue, figure=figure, effect={}, value="tokens_per_s")
+    told = replace(known, x=x, hue=hue, figure=figure, effect={}, value="tokens_per_s")
+    return replace(told, rest=_rest(told, found, varied))
+
+
+def _rest(study: Study, found: pd.DataFrame, varied: Sequence[str]) -> list[str]:
+    """What x and hue leave open, no more than is needed: the model, where neither is of it, and
+    what tells lines of one run and system apart at one place."""
+    told = found[["run", "family", "mode", *study.axes, *varied]].map(repr)
+    of_model = any(path == "num_params" or path.startswith("model.") for path in study.axes)
+    models = [path for path in varied if path == "num_params" and not of_model]
+
+    def apart(rest: Sequence[str]) -> bool:
+        place = told[["run", "family", "mode", *study.axes, *rest]].agg(" ".join, axis=1)
+        return not told[[*varied]].groupby(place).nunique().gt(1).any(axis=None)
+
+    rest = [path for path in varied if path not in study.axes]
+    for path in rest:
+        fewer = [one for one in rest if one != path]
+        if path not in models and apart(fewer):
+            rest = fewer
+    return rest
 
 
 def differing(found: pd.DataFrame) -> list[str]:

@@ -18,6 +18,8 @@ NONE = "—"
 WORDS = {"system", "model", "machine", "the paper's machine", "commit", "state"}
 WORDS |= {"answer", "losses", "held down by", "doubt"}
 """Columns of words, which stand to the left, as the first one does."""
+PLURAL = r"(?<=[a-z])s\b"
+"""The ending of the first word of several, in the unit of a setting."""
 REFUSAL = re.compile(r"needs ([\d,]+) bytes of (\w+) memory, .*?([\d,]+)")
 CPU_NOTE = "CPU speeds prove wiring and numerics; they say nothing about GPUs."
 
@@ -107,8 +109,10 @@ def ratios(study: Study, lines: pd.DataFrame) -> pd.Series:
 def base_of(study: Study, lines: pd.DataFrame, line: Any = None) -> Any:
     """What a line is held against, or None. Systems: the fastest plain ZeRO-3, else the fastest
     rival. Systems along x: the fastest ZeRO-3 at the same x. Where an effect is asked for: the line
-    at x = effect.from of the same hue. Other settings: the first."""
+    at x = effect.from of the same hue. Other settings: the first. The rest is equal in both."""
     ready = lines[speeds.comparable(lines)]
+    if line is not None:
+        ready = alike(study, ready, line)
     if study.compares:
         wanted = ready[ready["family"] == "zero3"]
         ready = wanted if len(wanted) else ready[speeds.rivals(ready)]
@@ -121,6 +125,15 @@ def base_of(study: Study, lines: pd.DataFrame, line: Any = None) -> Any:
         if study.hue:
             ready = ready[ready[study.hue] == line[study.hue]]
     return ready.iloc[0] if len(ready) else None
+
+
+def alike(study: Study, lines: pd.DataFrame, line: Any) -> pd.DataFrame:
+    """Those that are as the line in all but x and hue; a knob that another system lacks is left."""
+    for path in study.rest:
+        same = lines[path].map(repr) == repr(line[path])
+        lacks = lines[path].isna() & lines["family"].ne(line["family"])
+        lines = lines[same | (lacks & path.startswith("system."))]
+    return lines
 
 
 def labels(lines: pd.DataFrame, *, seeds: bool = True) -> pd.Series:
@@ -185,6 +198,20 @@ def value(line: pd.Series, path: str) -> str:
     if path in ("system", "system.preset"):
         return names.name(line) if path == "system" else names.family_name(line["family"])
     return names.value(path, line[path])
+
+
+def at(line: Any, *paths: str) -> str:
+    """`7.6B parameters`, `3 CUDA streams with 64K tokens per sequence`, `powers of two`."""
+    told = []
+    for path in paths:
+        words, setting = value(line, path), names.setting(path)
+        if words[:1].isdigit():
+            unit = names.WORDS["units"].get(path, setting)
+            words += f" {re.sub(PLURAL, '', unit, count=1) if words == '1' else unit}"
+        elif path != "system" and path not in names.VALUES:
+            words = f"{setting} {words}"
+        told.append(words)
+    return " with ".join(filter(None, [told[0], " and ".join(told[1:])])) if told else ""
 
 
 def sort(study: Study, lines: pd.DataFrame) -> pd.DataFrame:

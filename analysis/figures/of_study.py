@@ -135,26 +135,37 @@ def along(study: Study, lines: pd.DataFrame, beside: pd.DataFrame) -> Figure:
 
 
 def _series(study: Study, shown: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame, Look]]:
-    """(label, lines, colour and marker) of every hue."""
+    """(label, lines, colour and marker) of every hue; the rest tells dashes apart."""
     if study.hue in (None, "system"):
-        for (family, mode), mine in shown.groupby(["family", "mode"], sort=False):
-            fill = {"fillstyle": FILLS.get(str(mode), "full"), "markerfacecoloralt": "white"}
-            yield names.name(mine.iloc[0]), mine, names.look(str(family)) | fill
-        return
-    several = list(shown.groupby(study.hue))
-    for at, (value, mine) in enumerate(several):
-        label = f"{names.setting(study.hue)}: {names.value(study.hue, value)}"
-        color = BLUES[(at - len(several)) % len(BLUES)]
-        yield label, mine, {"color": color, "marker": "o^sD"[at % 4]}
+        hues = [
+            (names.name(mine.iloc[0]), mine, names.look(str(family)) | _fill(str(mode)))
+            for (family, mode), mine in shown.groupby(["family", "mode"], sort=False)
+        ]
+    else:
+        several = list(shown.groupby(study.hue))
+        hues = []
+        for at, (value, mine) in enumerate(several):
+            label = f"{names.setting(study.hue)}: {names.value(study.hue, value)}"
+            color = BLUES[(at - len(several)) % len(BLUES)]
+            hues.append((label, mine, {"color": color, "marker": "o^sD"[at % 4]}))
+    for label, mine, look in hues:
+        rest = mine.apply(lambda line: tables.at(line, *study.rest), axis=1)
+        for at, (told, part) in enumerate(part for part in mine.groupby(rest, sort=False)):
+            dashed = {"linestyle": DASHES[at % len(DASHES)]} if at else {}
+            yield ", ".join(filter(None, [label, told])), part, look | dashed
+
+
+def _fill(mode: str) -> Look:
+    return {"fillstyle": FILLS.get(mode, "full"), "markerfacecoloralt": "white"}
 
 
 def _line(axes: Axes, study: Study, mine: pd.DataFrame, look: Look, places: pd.Series) -> None:
     """A line a run with its intervals, broken at a place that was not measured in its run."""
     for _, part in mine.groupby("run", sort=False):
         within = sorted(places[places.between(part["x"].min(), part["x"].max())].unique())
-        part = part.set_index("x").reindex(within)
+        part = pd.DataFrame({"x": within}).merge(part, on="x", how="left")
         ends = style.reach(part) * (part[study.value] / part["tokens_per_s"]).to_numpy()
-        axes.errorbar(within, part[study.value], yerr=ends, **style.WHISKER, **look)
+        axes.errorbar(part["x"], part[study.value], yerr=ends, **style.WHISKER, **look)
         look = look | {"label": None}
 
 

@@ -10,6 +10,7 @@ from numpy.testing import assert_allclose
 from analysis import __main__ as command
 from analysis import answers, report, rows, studies, tables
 from analysis.figures import of_study
+from sweeps.result import Row
 from tests.made_rows import CPU, H200, framed, row, save
 from tests.study_rows import batch_rows, config, factor_rows, grid_rows, ladder_rows, size_rows
 
@@ -136,6 +137,80 @@ def test_streams_and_batch_are_one_figure_of_two_axes(tmp_path: Path) -> None:
     assert (study.x, study.hue) == ("system.streams", "batch_size")
     ((turned, _),) = report.sections(framed(given), x="batch_size", hue="system.streams")
     assert (turned.x, turned.hue) == ("batch_size", "system.streams")
+
+
+def three_axes() -> list[Row]:
+    """Depth, streams and batch of the engine; ZeRO-3, which has neither, at both batches."""
+    given = [
+        row(
+            "megatrain",
+            [(4 - depth) * (1.2 if streams == 1 else 1.0) * batch / 4] * 3,
+            batch_size=batch,
+            cell=f"{depth}{streams}{batch}",
+            experiment="mine",
+            config=config(depth=depth, streams=streams) | {"shape": {"batch_size": batch}},
+        )
+        for depth in (1, 2, 3)
+        for streams in (1, 2)
+        for batch in (4, 8)
+    ]
+    return given + [
+        row(
+            "zero3",
+            [8.0 * batch] * 3,
+            batch_size=batch,
+            cell=f"zero3{batch}",
+            experiment="mine",
+            config=config(name="zero3") | {"shape": {"batch_size": batch}},
+        )
+        for batch in (4, 8)
+    ]
+
+
+def test_what_x_and_hue_leave_open_is_a_column_and_no_ratio_or_line_spans_it(
+    tmp_path: Path, capsys
+) -> None:
+    alone = [one for one in three_axes() if one.system == "megatrain"]
+    ((study, lines),) = report.sections(framed(alone))
+    assert (study.x, study.hue, study.rest) == ("system.depth", "system.streams", ["batch_size"])
+    for _, line in lines.iterrows():
+        assert tables.base_of(study, lines, line)["batch_size"] == line["batch_size"]
+    drawn = [label for label, _, _ in of_study._series(study, lines)]
+    assert sorted(drawn) == [
+        f"CUDA streams: {streams}, {batch} sequences per step"
+        for streams in (1, 2)
+        for batch in (4, 8)
+    ]
+    path = save(tmp_path / "rows.jsonl", three_axes())
+    code, out, err = run(capsys, "report", path, "--x", "batch_size")
+    assert (code, err) == (0, "")
+    assert (
+        "At 8 sequences per step with 3 weight slots and 2 CUDA streams, MegaTrain is"
+        in " ".join(out.split())
+    )
+
+
+def test_what_a_system_lacks_keeps_it_a_base() -> None:
+    ((study, lines),) = report.sections(framed(three_axes()), x="batch_size", hue="system")
+    assert set(study.rest) == {"system.depth", "system.streams"}
+    engine = lines[lines["family"] == "megatrain"]
+    bases = [tables.base_of(study, lines, line) for _, line in engine.iterrows()]
+    assert [one["family"] for one in bases] == ["zero3"] * 12
+    assert [one["batch_size"] for one in bases] == list(engine["batch_size"])
+
+
+def test_a_listed_study_of_two_models_holds_each_against_its_own() -> None:
+    """As model=auto chose them on two machines, before a study's cells shared one."""
+    small = [
+        dataclasses.replace(one, model="small", num_params=10**9, cell=f"{one.cell}b")
+        for one in grid_rows()
+    ]
+    ((study, lines),) = report.sections(framed([*grid_rows(), *small]))
+    assert study.rest == ["num_params"]
+    assert [part["model"].nunique() for part in studies.parts(study, lines)] == [1, 1]
+    told = report.markdown(study, lines)
+    assert "Small, 32 x 1024 tokens a step" in told
+    assert "Qwen2.5-3b, 32 x 1024 tokens a step" in told
 
 
 def test_a_cpu_s_speeds_say_what_they_prove(tmp_path: Path, capsys) -> None:
