@@ -15,7 +15,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from baselines.checkpoint_folder import spec_of
-from sweeps.config import Measure, build_group, cell_from, require, require_numactl
+from sweeps.config import Cell, Measure, build_group, cell_from, require, require_numactl
 from sweeps.identity import label
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
@@ -170,6 +170,14 @@ def _model(plain: Mapping[str, Any]) -> dict[str, Any]:
     shared = ("seed", "shape", "recipe", "data", "measure", "process", "logging", "machine")
     settings = json.dumps({key: plain[key] for key in shared})
     return _load(_largest(candidates, tuple(asked["systems"]), asked["fallback"], settings))
+
+
+def smallest(cells: Iterable[Cell], asked: Mapping[str, Any]) -> str:
+    """The override of model=auto (asked: its fields) that gives all cells the smallest model that
+    any of them got, so that it fits every one."""
+    chosen = {cell.model.name for cell in cells}
+    fitting = [name for name in asked["candidates"] if name in chosen]
+    return f"model.candidates=[{'' if asked['fallback'] in chosen else fitting[-1]}]"
 
 
 def with_checkpoint(model: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -263,6 +263,34 @@ def test_tidying_up_after_a_refusal_leaves_what_was_there(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.rglob("*")] == [".hydra", "mine"]
 
 
+@pytest.mark.parametrize(
+    ("room", "expected"),
+    [
+        ({"qwen2.5-7b": 64}, "qwen2.5-7b"),
+        ({"qwen2.5-7b": 8, "qwen2.5-3b": 16, "qwen2.5-0.5b": 64}, "qwen2.5-0.5b"),
+        ({"qwen2.5-3b": 16}, "tiny"),
+    ],
+)
+def test_a_study_compares_one_model_though_its_cells_have_room_for_several(
+    monkeypatch: pytest.MonkeyPatch, room: dict[str, int], expected: str
+) -> None:
+    def largest(plain: Mapping[str, Any]) -> dict[str, Any]:
+        asked, batch = plain["model"], plain["shape"]["batch_size"]
+        fitting = (name for name in asked["candidates"] if room.get(name, 0) >= batch)
+        return auto._load(next(fitting, asked["fallback"]))
+
+    monkeypatch.setattr(auto, "_model", largest)
+    auto.register()
+    told = ["+ablation=batch_size", "system=megatrain", "shape.batch_size=8,16,64"]
+    cells = command_of(told).cells
+    assert cells is not None
+    assert [cell.shape.batch_size for cell in cells] == [8, 16, 64]
+    assert {cell.model.name for cell in cells} == {expected}
+    named = command_of([*told[:2], "shape.batch_size=8", "model=tiny,auto"]).cells
+    assert named is not None
+    assert len(named) == 2, "models that a command names are its own affair"
+
+
 def test_an_axis_of_a_study_can_be_cut_down_on_the_command_line() -> None:
     cells = cells_of(
         "+ablation=double_buffering", "system.depth=1,2", "system.streams=3", "model=tiny"
