@@ -66,10 +66,11 @@ quick: $(INSTALLED) ## the tests that are not marked slow, in under two minutes
 mutants: $(INSTALLED) ## make wrong changes to copies of the engine, one at a time: each must fail some test (an hour)
 	$(BIN)/python -m tests.mutants --jobs 2
 
-check: $(INSTALLED) ## lint, format and types
+check: $(INSTALLED) ## lint, format, types, and whether the wrong changes of tests/mutants still fit the code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/mutants -k each_change
 
 figures: $(INSTALLED) ## draw every picture anew from the committed rows; as PDF, with LaTeX tables, in outputs/figures
 	$(BIN)/python -m analysis figures

@@ -10,6 +10,7 @@ in them a run is.
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import sysconfig
 from abc import ABC, abstractmethod
@@ -122,10 +123,12 @@ def stdlib_files(root: Path | None = None) -> list[Path]:
     """Python sources under the standard library's folder (or `root`), sorted by their path inside
     it."""
     top = root or Path(sysconfig.get_paths()["stdlib"])
-    files = [
-        (path.relative_to(top).as_posix(), path) for path in top.rglob("*.py") if path.is_file()
-    ]
-    return [path for name, path in sorted(files) if not SKIPPED.intersection(name.split("/"))]
+    found = []
+    for folder, folders, names in os.walk(top):
+        folders[:] = set(folders) - SKIPPED  # they are not walked at all
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    files = [(path.relative_to(top).as_posix(), path) for path in found if path.is_file()]
+    return [path for _, path in sorted(files)]
 
 
 @lru_cache(maxsize=4)

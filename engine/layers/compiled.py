@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import vjp
 from torch.utils._pytree import tree_map_only
@@ -51,6 +50,8 @@ class JointPull:
         """None, with a warning at the first time, where no such graph can be made."""
         if self._fails:
             return None
+        from torch._dynamo.exc import TorchRuntimeError, Unsupported  # a second of imports
+
         given = (dict(weights), hidden, args, dict(kwargs))
         try:
             grads, grad_hidden = self._compiled(*given, grad_output)
