@@ -20,13 +20,13 @@ def answer(study: Study, lines: pd.DataFrame) -> str:
     if not lead["tokens_per_s"].notna().any():
         return "Nothing was measured; below stands why."
     if study.figure == "quality":
-        return _quality(lead, others)
+        return _quality(main, [studies.main_part(study, one) for one in others])
     if not len(ready):
         return "Nothing was measured whose losses agree, so nothing is ranked."
     if study.compares:
         return _comparison(study, ready)
     if study.effect:
-        return _effect(study, ready, others)
+        return _effect(study, ready, [studies.same_work(one, main) for one in others])
     if study.hue == "system":
         return _over_zero3(study, ready) or _ends(study, lines[speeds.comparable(lines)])
     told = _settings(study, ready)
@@ -101,6 +101,8 @@ def _effect(study: Study, ready: pd.DataFrame, others: Sequence[pd.DataFrame]) -
         told = f"Going from {going} changes tokens/s by {known}."
     found = [_pair(study, one[speeds.comparable(one)]) for one in others]
     again = sorted(speeds.ratio(two, one) for one, two in filter(None, found))
+    if study.rest:
+        told = f"{tables.at(new, *study.rest)}: {told[0].lower()}{told[1:]}"
     if again:
         low, high = again[0].change, again[-1].change
         where = "another run" if len(again) == 1 else f"{len(again)} other runs"
@@ -113,7 +115,7 @@ def _pair(study: Study, ready: pd.DataFrame) -> tuple[Any, Any] | None:
     for path, value in study.effect.get("at", {}).items():
         ready = ready[ready[path] == value]
     old, new = (ready[ready[str(study.x)] == study.effect[end]] for end in ("from", "to"))
-    for _, line in old.iterrows():
+    for _, line in old.sort_values("tokens_per_s", ascending=False).iterrows():
         for _, other in tables.alike(study, new, line).iterrows():
             return line, other
     return None
@@ -164,10 +166,10 @@ def losses(study: Study, ready: pd.DataFrame) -> str:
     return f"With {far} the loss is {gap:.2g} off after {len(gaps[at])} steps."
 
 
-def _quality(lead: pd.DataFrame, others: Sequence[pd.DataFrame]) -> str:
+def _quality(main: pd.DataFrame, others: Sequence[pd.DataFrame]) -> str:
     """How far the held-out losses of exact full training lie apart at the end, in other runs too
     where that is further, and what a bf16 master adds. Seeds of one system are taken together."""
-    same, inexact = _ends_of(lead, exact=True), _ends_of(lead, exact=False)
+    same, inexact = _ends_of(main, exact=True), _ends_of(main, exact=False)
     if len(same) + len(inexact) < 2 or not len(same):
         return "Fewer than two systems have a held-out loss, so none is known."
     told, base = [], same.index[0]

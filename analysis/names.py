@@ -1,6 +1,7 @@
 """What a system is called and in which colour it is drawn, everywhere the same."""
 
 import re
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def value(path: str, given: Any) -> str:
         return f"{given / 1e9:.1f}B" if given >= 1e8 else f"{given / 1e6:.1f}M"
     if path == "seq_len" and given >= 1024 and given % 1024 == 0:
         return f"{given // 1024}K"
-    if given in VALUES.get(path, {}):
+    if isinstance(given, Hashable) and given in VALUES.get(path, {}):
         return VALUES[path][given]
     if given is None or given != given:
         return "—"

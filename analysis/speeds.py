@@ -82,6 +82,9 @@ def _pooled(repeats: pd.DataFrame) -> dict[str, Any]:
         "first": told.index[0],
         "agrees": bool(agreeing.all()) if len(agreeing) else None,
         "joules_per_token": told["joules_per_token"].mean(),  # of equal work
+        "cell_s": repeats["cell_s"].sum(min_count=1),
+        "counters": _worst(list(told["counters"])),
+        "reason": "; ".join(dict.fromkeys(filter(None, told["reason"]))),
         "num_repeats": len(measured),
         "num_failed": len(repeats) - len(measured),
         **told[LARGEST].max(),
@@ -89,6 +92,12 @@ def _pooled(repeats: pd.DataFrame) -> dict[str, Any]:
         **speed(list(measured["tokens_per_s"]), list(measured["step_s"])),
         "step_s": [second for windows in told["step_s"] for second in windows],
     }
+
+
+def _worst(counters: list[Any]) -> dict[str, Any]:
+    """Those of the first repeat, with the largest difference after a state was resumed."""
+    apart = [one["resumed_difference"] for one in counters if "resumed_difference" in one]
+    return {**counters[0], **({"resumed_difference": max(apart)} if apart else {})}
 
 
 def speed(tokens_per_s: list[float], windows: list[list[float]]) -> dict[str, Any]:

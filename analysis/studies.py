@@ -13,6 +13,9 @@ PATH = Path(__file__).with_name("studies.yaml")
 SHAPES = ("num_params", "batch_size", "seq_len")
 AXES = (*SHAPES, "system", "seed", "num_ranks")
 """Columns of the frame that x and hue may name beside config paths."""
+WORK = ["model_key", "batch_size", "seq_len", "num_ranks", "machine.device_bytes"]
+"""What lines share that may be held against each other: model, shape, GPUs and what of their memory
+is allowed."""
 CHOSEN = r"^(system|process|recipe)\.|^machine\.device_bytes|^seed$"
 """Fields of the config that say how a cell was run."""
 UNTOLD = ("system.name", "system.preset", "process.timeout_s", "recipe.total_steps")
@@ -88,16 +91,26 @@ def leading(study: Study, mine: pd.DataFrame) -> pd.DataFrame:
 
 def parts(study: Study, lines: pd.DataFrame) -> list[pd.DataFrame]:
     """The lines of a run, of one model at a time where it is not what is varied; where systems are
-    compared, of one shape too."""
-    told = ["model", "batch_size", "seq_len"] if study.compares else ["model"]
-    whole = not study.compares and "num_params" not in study.rest
-    return [lines] if whole else [part for _, part in lines.groupby(told, sort=False)]
+    compared, of one shape and number of GPUs too."""
+    if not study.compares and "num_params" not in study.rest:
+        return [lines]
+    told = lines.reindex(columns=WORK if study.compares else ["num_params"]).map(repr)
+    return [part for _, part in lines.groupby(told.agg(" ".join, axis=1), sort=False)]
 
 
 def main_part(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
     """The part of a run of which most was measured: what an answer, a figure and a number are of,
     for no ratio spans two models or shapes."""
     return max(parts(study, lines), key=lambda part: part["tokens_per_s"].notna().sum())
+
+
+def same_work(lines: pd.DataFrame, main: pd.DataFrame) -> pd.DataFrame:
+    """Those of another run that are of what all of `main` is of."""
+    for path in WORK:
+        known = {repr(one) for one in main.reindex(columns=[path])[path]}
+        if len(known) == 1:
+            lines = lines[lines.reindex(columns=[path])[path].map(repr).isin(known)]
+    return lines
 
 
 def of_rows(
@@ -126,11 +139,13 @@ def of_rows(
 
 
 def _rest(study: Study, found: pd.DataFrame, varied: Sequence[str]) -> list[str]:
-    """What x and hue leave open, no more than is needed: the model, where neither is of it, and
-    what tells lines of one run and system apart at one place."""
+    """What x and hue leave open, no more than is needed: the system and the model, where neither is
+    of it, and what tells lines of one run and system apart at one place."""
     told = found[["run", "family", "mode", *study.axes, *varied]].map(repr)
     of_model = any(path == "num_params" or path.startswith("model.") for path in study.axes)
+    of_system = any(path in ("system", "system.preset") for path in study.axes)
     models = [path for path in varied if path == "num_params" and not of_model]
+    systems = ["system"] if found["family"].nunique() > 1 and not of_system else []
 
     def apart(rest: Sequence[str]) -> bool:
         place = told[["run", "family", "mode", *study.axes, *rest]].agg(" ".join, axis=1)
@@ -141,7 +156,7 @@ def _rest(study: Study, found: pd.DataFrame, varied: Sequence[str]) -> list[str]
         fewer = [one for one in rest if one != path]
         if path not in models and apart(fewer):
             rest = fewer
-    return rest
+    return [*systems, *rest]
 
 
 def differing(found: pd.DataFrame) -> list[str]:

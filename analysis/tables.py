@@ -85,7 +85,9 @@ def axes(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
     )
     if ordered["num_ranks"].nunique() > 1:
         each = ordered["tokens_per_s"] / ordered["num_ranks"]
-        alone = each.where(ordered["num_ranks"] == 1).groupby([ordered["family"], ordered["mode"]])
+        paths = {"family", "mode", *study.axes} - {"num_ranks", "system"}
+        alike = [ordered[path].map(repr) for path in sorted(paths)]
+        alone = each.where(ordered["num_ranks"] == 1).groupby(alike)
         shown["efficiency"] = _text(each / alone.transform("max"), ".0%")
     return pd.DataFrame(shown | _states(ordered) | _memory(ordered)).fillna(NONE)
 
@@ -130,6 +132,9 @@ def base_of(study: Study, lines: pd.DataFrame, line: Any = None) -> Any:
 def alike(study: Study, lines: pd.DataFrame, line: Any) -> pd.DataFrame:
     """Those that are as the line in all but x and hue; a knob that another system lacks is left."""
     for path in study.rest:
+        if path == "system":
+            lines = lines[lines["family"].eq(line["family"]) & lines["mode"].eq(line["mode"])]
+            continue
         same = lines[path].map(repr) == repr(line[path])
         lacks = lines[path].isna() & lines["family"].ne(line["family"])
         lines = lines[same | (lacks & path.startswith("system."))]
@@ -289,6 +294,8 @@ def _notes(line: pd.Series) -> Iterator[str]:
         yield line["caveat"]
     if line["host_unseen"]:
         yield "its host memory was not seen whole: more than twice as much was planned"
+    if isinstance(line["reason"], str) and line["reason"]:
+        yield line["reason"]
     if line["num_failed"]:
         yield f"{line['num_failed']} of its repeats failed"
     windows = pd.Series(line["step_s"])

@@ -436,6 +436,11 @@ def _check_ranks(cell: Cell) -> None:
             f"process.{own}: got {num}, allowed a divisor of the {rows} sequences of a micro-batch "
             "(shape.batch_size / num_micro_batches); change one of them"
         )
+    if cell.measure.save and cell.measure.steps_per_window < 2:
+        raise ValueError(
+            "measure.save: got true with measure.steps_per_window=1, allowed with 2 or more, for "
+            "the first step after a state shows its weights and the second its moments; raise it"
+        )
     if num > 1 and cell.measure.save and cell.system != "megatrain":
         raise ValueError(
             f"measure.save: got true with process.{own}={num}, allowed with one process or with "

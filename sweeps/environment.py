@@ -33,9 +33,11 @@ def cell_variables(process: Process | None = None) -> dict[str, str]:
     """Environment of every cell, unless the user's own says otherwise; and what `process` asks for.
 
     Kernels compiled by one cell serve the next; and device memory grows in place, or the holes
-    between blocks of unlike sizes cost up to 12 GB of an H200.
+    between blocks of unlike sizes cost up to 12 GB of an H200. CUDA counts GPUs as NVML does, which
+    says what the row has of the first one.
     """
     ours = {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "TORCHINDUCTOR_CACHE_DIR": str(cache_directory() / "inductor"),
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     }

@@ -218,16 +218,20 @@ class Nvml:
 
     def sample(self, pid: int) -> int | None:
         """Bytes of the process tree; where pids are hidden, as in containers, the bytes in use
-        beyond those before the cell."""
+        beyond those before the cell; None where the device does not tell."""
         tree = set(_tree(pid))
-        mine = [
-            item.usedGpuMemory
-            for item in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
-            if item.pid in tree
-        ]
+        mine = [item.usedGpuMemory for item in self._running() if item.pid in tree]
         if mine and all(item is not None for item in mine):
             return int(sum(mine))
-        return max(0, self._used() - self._before)
+        used = self._asked(self._used)
+        return None if used is None else max(0, used - self._before)
+
+    def _running(self) -> list[Any]:
+        """Processes on the device; none where it does not tell."""
+        try:
+            return list(self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle))
+        except self._nvml.NVMLError:
+            return []
 
     def power_limit(self) -> float | None:
         """Watts that the device may draw; None where it does not tell."""
@@ -245,11 +249,7 @@ class Nvml:
         return found
 
     def _crowd(self) -> Crowd | None:
-        try:
-            running = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
-        except self._nvml.NVMLError:  # this card does not tell
-            running = []
-        others, used = {item.pid for item in running} - {os.getpid()}, self._used()
+        others, used = {item.pid for item in self._running()} - {os.getpid()}, self._used()
         return (
             Crowd(num_bytes=used, num_processes=len(others))
             if others or used > IDLE_BYTES

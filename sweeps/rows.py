@@ -55,6 +55,8 @@ class Rows:
         row = self.latest(cell)
         if row is None or row.bench_version != BENCH_VERSION or row.status in RETRIED:
             return None
+        if row.status == "ok" and _asked_less(row, cell):
+            return None
         return None if row.status == "oom_device" and row.crowd_device_bytes else row
 
     def is_labelled(self, row: Row, cell: Cell) -> bool:
@@ -75,6 +77,16 @@ class Rows:
         except OSError as error:
             message = f"{error.strerror}; {_saved(row, line)}: append it to the file"
             raise OSError(error.errno, message, str(path)) from error
+
+
+def _asked_less(row: Row, cell: Cell) -> bool:
+    """Whether the cell asks for more windows, or for more after them, than the row was asked."""
+    given, measure = row.config.get("measure", {}), cell.measure
+    stopped = row.reason.startswith("stopped after") and given.get("stop_below")
+    evaluated = ("heldout_tokens", "exact_match")
+    return (stopped and not measure.stop_below) or any(
+        getattr(measure, name) and not given.get(name) for name in evaluated
+    )
 
 
 def comparable(row: Row, cell: Cell) -> bool:

@@ -127,6 +127,7 @@ def _taken(known: Row, cell: Cell, rows: Rows) -> Row:
 def _measured(cell: Cell, label: str, rows: Rows, deadline: float, refused: Outcome | None) -> Row:
     """Room for the row, the cell's process, its row, the comparison, the file, the mirror."""
     started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds")
+    commit = environment.git_commit()
     console = Console(label, cell)
     with contextlib.closing(console):
         with room_for_row(cell):
@@ -136,6 +137,7 @@ def _measured(cell: Cell, label: str, rows: Rows, deadline: float, refused: Outc
             else:
                 outcome, machine = _run(cell, rows, console.event, deadline)
             row = row_of(cell, outcome, started_at=started_at, machine=machine)
+            row = dataclasses.replace(row, git_commit=_throughout(commit, row.git_commit))
             # A damaged file costs no measurement; analysis compares the row later.
             with contextlib.suppress(ValueError, OSError):
                 row = compared(row, rows.of(cell))
@@ -143,6 +145,11 @@ def _measured(cell: Cell, label: str, rows: Rows, deadline: float, refused: Outc
         mirror(row, cell.rows_path, cell.logging)
         console.row(row)
     return row
+
+
+def _throughout(began: str | None, ended: str | None) -> str | None:
+    """The commit that a cell began with, `-dirty` where the checkout was another when it ended."""
+    return began if began == ended or not began else f"{began.removesuffix('-dirty')}-dirty"
 
 
 def _run(

@@ -20,10 +20,12 @@ CLAIM = 1.84
 """The paper's ratio of MegaTrain to DeepSpeed ZeRO-3 with offload at 14B (arXiv 2604.05091)."""
 CLAIMED = "14B"
 """The size in whose panel the claim is drawn."""
+COMPARE = r"vs_|headline$"
+"""The studies that compare systems."""
 LIMIT = 3.7
 """Rivals that are slower still (a disk) are left to the table."""
 RIVAL = ["family", "mode"]
-RUN = ["study", "run", "model", "batch_size", "seq_len"]
+RUN = ["study", "run", *studies.WORK]
 """What lines share that may be held against each other."""
 
 
@@ -62,7 +64,7 @@ def memory(lines: pd.DataFrame) -> Figure:
 def ratios(lines: pd.DataFrame) -> pd.DataFrame:
     """One line a run and rival: the rival's, with value, lo, hi of `fast` over it."""
     found = []
-    for _, here in lines[speeds.comparable(lines)].groupby(RUN, sort=False):
+    for _, here in lines[speeds.comparable(lines)].groupby(RUN, sort=False, dropna=False):
         fast = here[here["family"] == "megatrain_fast"]
         for _, several in here[speeds.rivals(here)].groupby(RIVAL, sort=False):
             if len(fast):
@@ -74,7 +76,7 @@ def ratios(lines: pd.DataFrame) -> pd.DataFrame:
 
 def rivals(lines: pd.DataFrame) -> Figure:
     """How many times as fast `fast` is as each rival: a mark a run, a panel a size."""
-    told = ratios(lines[lines["study"].str.startswith("vs_")])
+    told = ratios(lines[lines["study"].str.match(COMPARE)])
     told = told[told["value"] < LIMIT].sort_values("num_params", ascending=False)
     sizes = list(told.groupby("size", sort=False))
     heights = [mine.groupby(RIVAL).ngroups for _, mine in sizes]
@@ -116,7 +118,7 @@ def _forest(axes: Axes, mine: pd.DataFrame) -> None:
 
 def pareto(lines: pd.DataFrame) -> Figure:
     """Tokens/s against device and host memory together: a mark a run, a panel a size."""
-    mine = lines[lines["study"].str.startswith("vs_") & lines["tokens_per_s"].notna()]
+    mine = lines[lines["study"].str.match(COMPARE) & lines["tokens_per_s"].notna()]
     mine = mine.assign(gb=mine["device_gb"] + mine["host_gb"], may=speeds.comparable(mine))
     mine = mine.sort_values(["num_params", "gb"], ascending=[False, True])
     speed = mine["tokens_per_s"].where(mine["may"])
@@ -155,7 +157,7 @@ def energy(lines: pd.DataFrame) -> Figure:
     which a run knows several systems. The interval is that of the speed, at the mean power."""
     known = lines[lines["joules_per_token"].notna() & speeds.comparable(lines)]
     known = known.drop_duplicates([*RUN, "family", "mode"])
-    runs = [part for _, part in known.groupby(RUN) if len(part) > 1]
+    runs = [part for _, part in known.groupby(RUN, dropna=False) if len(part) > 1]
     shown = max(runs, key=lambda run: (run["num_params"].max(), len(run)))
     shown = shown.sort_values("joules_per_token")
     held = shown["throttle_reasons"].map(names.throttled)

@@ -171,7 +171,7 @@ def _line(axes: Axes, study: Study, mine: pd.DataFrame, look: Look, places: pd.S
 
 def _rivals(study: Study, shown: pd.DataFrame, beside: pd.DataFrame) -> pd.DataFrame:
     """The strongest of ZeRO-3 and of Twin-Flow in each of those runs, at a shape of this study."""
-    same = [name for name in studies.SHAPES if name != study.x]
+    same = [name for name in (*studies.SHAPES, "num_ranks") if name != study.x]
     near = beside[beside["family"].isin(RIVALS) & speeds.comparable(beside)]
     near = near.merge(shown[same].drop_duplicates(), on=same)
     return near.loc[near.groupby(["run", "family", str(study.x)])["tokens_per_s"].idxmax()]
@@ -181,7 +181,7 @@ def quality(study: Study, lines: pd.DataFrame) -> Figure:
     """Whether systems learn the same: held-out loss against tokens and against hours, and how
     far the training loss of what trains every parameter lies from the first's without a caveat.
     The seeds of a system look alike. lines: of all runs; those of the leading one are drawn."""
-    lead = studies.leading(study, lines)
+    lead = studies.main_part(study, studies.leading(study, lines))
     shown = lead[lead["tokens_per_s"].notna()]
     shown = shown.assign(label=tables.labels(shown, seeds=False))
     alike = list(dict.fromkeys(shown["label"]))

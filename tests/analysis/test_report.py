@@ -8,8 +8,8 @@ import pytest
 from numpy.testing import assert_allclose
 
 from analysis import __main__ as command
-from analysis import answers, report, rows, studies, tables
-from analysis.figures import of_study
+from analysis import answers, report, rows, speeds, studies, tables
+from analysis.figures import of_record, of_study
 from sweeps.result import Row
 from tests.made_rows import CPU, H200, framed, row, save
 from tests.study_rows import batch_rows, config, factor_rows, grid_rows, ladder_rows, size_rows
@@ -211,6 +211,145 @@ def test_a_listed_study_of_two_models_holds_each_against_its_own() -> None:
     told = report.markdown(study, lines)
     assert "Small, 32 x 1024 tokens a step" in told
     assert "Qwen2.5-3b, 32 x 1024 tokens a step" in told
+
+
+def test_the_headline_is_a_comparison_though_zero3_is_run_in_two_ways() -> None:
+    """Eager and compiled, on one, two and one GPU of less memory: no ratio spans two of these."""
+    given = [
+        row(
+            system,
+            [step * gpus] * 3,
+            cell=f"{system}{compiled}{gpus}{limit}",
+            experiment="headline",
+            preset="fast" if system == "megatrain" else None,
+            num_ranks=gpus,
+            agrees=True,
+            config=config(name=system, compile=compiled)
+            | {"machine": {"device": "cuda", "device_bytes": limit}, "gpus": gpus},
+        )
+        for gpus, limit in ((1, None), (2, None), (1, 24 * 10**9))
+        for system, compiled, step in (
+            ("zero3", False, 4.0),
+            ("zero3", True, 3.0),
+            ("megatrain", True, 1.0),
+        )
+        if (system, limit) != ("megatrain", 24 * 10**9)
+    ]
+    ((study, lines),) = report.sections(framed(given))
+    assert study.compares
+    told = answers.answer(study, lines)
+    assert told.startswith("MegaTrain fast is 3.00x (95% interval 3.00 to 3.00) as fast as ZeRO-3")
+    assert [len(part) for part in studies.parts(study, lines)] == [3, 3, 2]
+    assert {round(one, 9) for one in of_record.ratios(lines)["value"]} == {3.0, 4.0}
+
+
+def test_an_effect_is_of_one_system_at_a_time() -> None:
+    """As in the ablation of saving, which has two."""
+    steps = {
+        ("stream", False): 4.0,
+        ("stream", True): 5.0,
+        ("fast", False): 1.0,
+        ("fast", True): 2.0,
+    }
+    given = [
+        row(
+            "megatrain",
+            [step] * 3,
+            cell=f"{preset}{save}",
+            experiment="saving",
+            preset=preset,
+            config=config(preset=preset) | {"measure": {"windows": 3, "save": save}},
+        )
+        for (preset, save), step in steps.items()
+    ]
+    ((study, lines),) = report.sections(framed(given))
+    told = answers.answer(study, lines)
+    assert told.startswith("MegaTrain fast: with the state saved in every window, tokens/s change")
+    assert "−50.0%" in told
+    table = tables.of(study, lines)
+    assert list(table["system"]) == ["MegaTrain fast", "MegaTrain stream"] * 2
+    changes = [text.partition(" ")[0] for text in table["vs not saved"]]
+    assert changes == ["—", "—", "−50.0%", "−20.0%"]
+
+
+def test_what_another_run_made_of_an_effect_is_of_the_same_model() -> None:
+    def of(params: int, slower: float, run: str) -> pd.DataFrame:
+        made = [
+            row(
+                "megatrain",
+                [step] * 3,
+                cell=f"{save}",
+                experiment="saving",
+                model=f"of {params}",
+                num_params=params,
+                config=config() | {"measure": {"windows": 3, "save": save}},
+            )
+            for save, step in ((False, 1.0), (True, slower))
+        ]
+        return speeds.lines(studies.assigned(framed(made)).assign(run=run))
+
+    study = studies.listed()["saving"]
+    lead, other = of(3, 2.0, "3"), of(7, 4.0, "1")
+    assert "other run" not in answers.answer(study, pd.concat([lead, other], ignore_index=True))
+    same = pd.concat([lead, of(3, 4.0, "1")], ignore_index=True)
+    assert "In another run it is −75.0%." in answers.answer(study, same)
+
+
+def test_the_worst_of_several_repeats_is_told_and_why() -> None:
+    """How far a resumption was off, what the bench said, and the seconds of all."""
+    given = [
+        row(
+            "megatrain",
+            [1.0] * 3,
+            cell=f"{repeat}",
+            experiment="mine",
+            cell_s=60.0,
+            reason="the GPU was shared with 2 others" if repeat == 3 else "",
+            counters={"resumed_difference": apart},
+            config=config() | {"measure": {"windows": 3, "repeat": repeat}},
+        )
+        for repeat, apart in enumerate((0.0, 0.7, 0.5), 1)
+    ]
+    ((_, lines),) = report.sections(framed(given))
+    (line,) = (line for _, line in lines.iterrows())
+    assert (line["num_repeats"], line["cell_s"]) == (3, 180.0)
+    assert line["counters"]["resumed_difference"] == 0.7
+    assert "MegaTrain: the GPU was shared with 2 others." in tables.notes(lines)
+
+
+def test_two_models_of_one_run_are_no_seeds_of_a_system() -> None:
+    made = [
+        row(
+            system,
+            [1.0] * 3,
+            experiment="quality",
+            cell=f"{system}{params}",
+            model=f"of {params}",
+            num_params=params,
+            heldout_loss=loss,
+        )
+        for params, loss in ((5, 0.5), (15, 1.2))
+        for system in ("in_memory", "fsdp2", "zero3")
+        if (system, params) != ("zero3", 15)
+    ]
+    study = studies.listed()["quality"]
+    told = answers.answer(study, framed(made))
+    assert told == "3 systems with an exact master end at the same loss on held-out text."
+
+
+def test_a_list_is_an_axis_like_any_other(tmp_path: Path, capsys) -> None:
+    given = [
+        row(
+            "megatrain",
+            [1.0] * 3,
+            cell=str(repeated),
+            config=config() | {"measure": {"windows": 3, "repeated": repeated}},
+        )
+        for repeated in ([], ["zero3"])
+    ]
+    path = save(tmp_path / "rows.jsonl", given)
+    code, out, err = run(capsys, "report", path, "--x", "measure.repeated")
+    assert (code, err) == (0, ""), out
 
 
 def test_a_cpu_s_speeds_say_what_they_prove(tmp_path: Path, capsys) -> None:

@@ -410,6 +410,7 @@ TABLE = {
         +rates=h200_64cores machine.host_bytes=lots => machine.host_bytes: got 'lots'
         +rates=h200_64cores recipe.total_steps=0 => recipe.total_steps: got 0
         # the model, as the library sees it
+        measure.save=true measure.steps_per_window=1 => measure.save: got true with measure.steps_per_window=1
         model.model_type=nope => model.model_type: got 'nope'
         model.model_type=t5 => model.model_type: got 't5'
         model=checkpoint model.checkpoint=lacking => lacking, which lacks model.layers.0.self_attn.q_proj.weight and 10 more

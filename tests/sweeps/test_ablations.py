@@ -254,6 +254,41 @@ def test_a_row_of_another_kind_of_machine_stands_for_nothing_here(tmp_path: Path
     assert Rows().standing(cell)
 
 
+def test_a_row_that_was_asked_less_stands_for_nothing_that_asks_more(tmp_path: Path) -> None:
+    asked = ["model=tiny", *SMALL, f"output_dir={tmp_path}"]
+    searched = cells_of(*asked, "+measure.stop_below=1e9")[0]
+    stopped = Outcome(status="ok", events=[WINDOW])
+    here = environment.machine(searched.machine, None)
+    row = study.row_of(searched, stopped, started_at="", machine=here)
+    assert row.reason.startswith("stopped after 1 of 2 windows")
+    Rows().append(searched.rows_path, row)
+    assert Rows().standing(searched)
+    whole = cells_of(*asked)[0]
+    assert not Rows().standing(whole), "it was stopped after a window"
+    row = study.row_of(
+        whole, Outcome(status="ok", events=[WINDOW, WINDOW]), started_at="", machine=here
+    )
+    Rows().append(whole.rows_path, row)
+    assert Rows().standing(whole)
+    evaluated = cells_of(*asked, "measure.heldout_tokens=64")[0]
+    assert evaluated.identity == whole.identity
+    assert not Rows().standing(evaluated), "nothing was evaluated"
+
+
+def test_a_checkout_that_changed_meanwhile_is_no_clean_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = cells_of("model=tiny", *SMALL, f"output_dir={tmp_path}")[0]
+    outcome = Outcome(status="ok", events=[WINDOW, WINDOW])
+    monkeypatch.setattr(study, "run_isolated", lambda *_, **__: dataclasses.replace(outcome))
+    for seen, told in ((["a"] * 9, "a"), (["a", "a", "b"], "a-dirty"), (["a", None], "a-dirty")):
+        commits = itertools.chain(seen, itertools.repeat(seen[-1]))
+        monkeypatch.setattr(environment, "git_commit", lambda commits=commits: next(commits))
+        row = study.run_cell(cell, "", Rows())
+        assert row.git_commit == told
+        cell.rows_path.unlink()
+
+
 def test_tidying_up_after_a_refusal_leaves_what_was_there(tmp_path: Path) -> None:
     mine = tmp_path / ".hydra" / "mine"
     mine.parent.mkdir()

@@ -292,6 +292,23 @@ def test_others_on_the_device_are_seen_whether_or_not_their_pids_are(
     assert memory.device_sampler("cpu").crowd() is None
 
 
+def test_a_device_that_does_not_tell_of_its_memory_has_no_sample(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And costs no row."""
+
+    def silent(handle: int) -> None:
+        raise RuntimeError("Not Supported")
+
+    nvml = fake_nvml([5 << 30, 7 << 30])
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    device = memory.Nvml()
+    nvml.nvmlDeviceGetComputeRunningProcesses = silent
+    assert device.sample(os.getpid()) == 2 << 30
+    nvml.nvmlDeviceGetMemoryInfo = silent
+    assert device.sample(os.getpid()) is None
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_the_pace_of_a_device_is_that_of_what_its_driver_tells(
     monkeypatch: pytest.MonkeyPatch, told: bool

@@ -177,7 +177,7 @@ sys.exit(cell.main())
 
 def test_a_rank_that_is_killed_while_it_saves_is_the_cells_status(tmp_path: Path) -> None:
     auto.register()
-    asked = ["system=megatrain", *SMALL, "measure.save=true", f"output_dir={tmp_path}"]
+    asked = ["system=megatrain", *SMALL, *SAVING, f"output_dir={tmp_path}"]
     one = command_of([*asked, "process.num_cpu_ranks=2"]).cells[0]
     outcome = launched(tmp_path, KILLED, one.config, timeout_s=120.0)
     assert (outcome.status, outcome.timed_out) == ("oom_host", False)
@@ -202,7 +202,7 @@ def test_a_cell_is_trained_on_two_ranks_as_on_one(tmp_path: Path) -> None:
     alone = command_of([*asked, "system=in_memory"]).cells[0]
     two = [*asked, "process.num_cpu_ranks=2"]
     plain = command_of([*two, "system=in_memory"]).cells[0]
-    saving = command_of([*two, "system=megatrain", "measure.save=true"]).cells[0]
+    saving = command_of([*two, "system=megatrain", *SAVING]).cells[0]
     one, *rows = (run_cell(each, "", Rows()) for each in (alone, plain, saving))
     for row in rows:
         assert [row.status, one.status] == ["ok", "ok"], (row.reason, one.reason)
@@ -243,6 +243,7 @@ def test_one_rank_is_the_cell_that_it_was_and_more_are_others() -> None:
     assert two.spec().num_ranks == 2
 
 
+SAVING = ["measure.save=true", "measure.windows=1", "measure.steps_per_window=2"]
 TWO = ("system=zero3", "process.num_cpu_ranks=2")
 
 
@@ -269,7 +270,7 @@ TWO = ("system=zero3", "process.num_cpu_ranks=2")
             "process.num_cpu_ranks",
         ),
         (
-            (*TWO, "measure.save=true"),
+            (*TWO, *SAVING),
             "measure.save: got true with process.num_cpu_ranks=2, allowed with one process or with "
             "system megatrain, for several of zero3 write no state; leave one of them out",
         ),
