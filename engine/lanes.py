@@ -18,7 +18,7 @@ import torch
 from engine.cores import keep_to
 from engine.marks import Marks, Waits
 from engine.recipe import NonFiniteLossError
-from engine.step import COMPUTE, HOST_LANES, Op
+from engine.step import COMPUTE, CPU, HOST_LANES, Op
 from engine.timeline import Interval
 
 Task = Callable[[], None]
@@ -134,13 +134,21 @@ class CudaLanes:
                         wait.event.synchronize()
                     elif wait.done is not None:
                         wait.done.wait()
-                if self._error is None:
+                if self._runs(lane):
                     with self._marks.on_host(lane, ticket.label) if self._marks else nullcontext():
                         task()
             except BaseException as error:
-                self._error = self._error or error
+                if self._error is None or isinstance(self._error, NonFiniteLossError):
+                    self._error = error
             finally:
                 ticket.done.set()
+
+    def _runs(self, lane: str) -> bool:
+        """Whether work is still done there. A step that is not finite gives its updates up, but
+        drives get what the step before left to write, and what was read unchanged."""
+        if self._error is None:
+            return True
+        return lane != CPU and isinstance(self._error, NonFiniteLossError)
 
     def start_recording(self) -> None:
         """Mark the origin of both clocks while nothing runs."""
@@ -166,7 +174,7 @@ class CudaLanes:
             stream.synchronize()
         error = self._error
         if isinstance(error, NonFiniteLossError):
-            self._error = None  # no update of that step was taken, and none waits in the queue
+            self._error = None  # no update of that step was taken, and nothing waits in a queue
         if error is not None:
             raise error
 

@@ -164,12 +164,14 @@ class Trainer:
         written, and raises what went wrong with it."""
         if self._lanes is not None:
             self._lanes.close()
-        if self._store is not None:
-            self._store.close()
-        saver, self._saver = self._saver, None
-        self._store = self._executor = None
-        if saver is not None:
-            saver.close()
+        store, saver = self._store, self._saver
+        self._store = self._executor = self._saver = None
+        try:
+            if saver is not None:
+                saver.close()  # it still reads what lies on drives
+        finally:
+            if store is not None:
+                store.close()
 
 
 def default_threads(device: torch.device, num_cores: int = 0) -> int:

@@ -12,7 +12,7 @@ import torch
 from engine import Batch, MegaTrain, NonFiniteLossError, Recipe
 from engine.lanes import CudaLanes
 from engine.layers.template import Template
-from engine.step import CPU, Kind, Op
+from engine.step import CPU, WRITE, Kind, Op
 from tests.models import assert_same, make_batch, make_engine, make_model, train
 from tests.twin import TwinLanes
 
@@ -189,6 +189,36 @@ def test_the_worker_drops_what_follows_an_error_and_goes_on_after_a_loss_that_is
         lanes.drain()
     lanes.close()
     assert ran == (["later"] if times == 1 else [])
+
+
+@pytest.mark.parametrize("disk", [None, OSError("the drive is gone")])
+def test_drives_get_what_the_step_before_a_loss_that_is_not_finite_left_to_write(monkeypatch, disk):
+    """However late; and a drive's own error is not lost in the other."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    lanes, ran, go = CudaLanes(torch.device("cuda", 0), [CPU, WRITE]), [], threading.Event()
+
+    def write(name: str) -> None:
+        go.wait()
+        ran.append(name)
+        if disk:
+            raise disk
+
+    def bad() -> None:
+        raise NonFiniteLossError("bad")
+
+    lanes.submit(op_on(WRITE), lambda: write("of the step before"), [])
+    checked = lanes.submit(op_on(CPU), bad, [])
+    updated = lanes.submit(op_on(CPU), lambda: ran.append("update"), [])
+    lanes.submit(op_on(WRITE), lambda: write("what was read"), [updated])
+    checked.done.wait()
+    go.set()
+    for _ in range(2 if disk else 1):
+        with pytest.raises(OSError if disk else NonFiniteLossError):
+            lanes.drain()
+    lanes.submit(op_on(CPU), lambda: ran.append("later"), [])
+    lanes.close()
+    told = ["of the step before", "what was read", "later"]
+    assert ran == (told[:1] if disk else told)
 
 
 def op_on(lane: str, *, signals: bool = True) -> Op:

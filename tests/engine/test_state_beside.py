@@ -54,6 +54,22 @@ def make(model, recipe: Recipe, twin: int | None = None, **placement: Any) -> Me
     return make_engine(model, recipe=recipe, **lanes, **placement)
 
 
+@pytest.mark.parametrize("disk_blocks", [0, 4])
+def test_closing_waits_for_a_state_wherever_its_blocks_lie(
+    model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk_blocks: int
+) -> None:
+    """As after an error of the training loop, which closes the engine while a state is copied."""
+    copier = Copier(monkeypatch, at=1)
+    (tmp_path / "drive").mkdir()
+    engine = make(model, RECIPE, folders=[tmp_path / "drive"], disk_blocks=disk_blocks)
+    train(engine, 2)
+    engine.save(tmp_path / "alone")
+    engine.save_beside(tmp_path / "beside", room=ROOM)
+    threading.Timer(0.2, copier.go.set).start()
+    engine.close()
+    assert_same_files(tmp_path / "beside", tmp_path / "alone")
+
+
 def assert_same_files(found: Path, expected: Path) -> None:
     for path in expected.glob("block-*"):
         assert (found / path.name).read_bytes() == path.read_bytes(), path.name

@@ -825,6 +825,18 @@ MUTANTS = (
         ("L6", "if self._error is None:", "if True:", "test_engine_errors.py"),
         ("L7", "if isinstance(error, NonFiniteLossError):", "if False:", "test_engine_errors.py"),
         ("L8", "last.done.wait()", "pass", DRAIN),
+        (
+            "L9",
+            "return lane != CPU and isinstance(self._error, NonFiniteLossError)",
+            "return False",
+            "test_engine_errors.py",
+        ),
+        (
+            "L10",
+            "if self._error is None or isinstance(self._error, NonFiniteLossError):",
+            "if self._error is None:",
+            "test_engine_errors.py",
+        ),
     ),
     *_changes(
         "../sweeps/generations.py",
