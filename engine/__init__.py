@@ -14,7 +14,7 @@ from engine.layers.float8 import multiplies_in_float8, require_float8
 from engine.layers.packing import document_numbers, is_packed, packed, refuse_mixing
 from engine.layers.template import KEEP_BUDGET
 from engine.megatrain import MegaTrain
-from engine.planner.placement import USABLE_DEVICE
+from engine.planner.placement import USABLE_DEVICE, USABLE_HOST
 from engine.planner.planner import HOST_OVERHEAD, Machine
 from engine.planner.rates import Rates
 from engine.ranks import Group, Ranks
@@ -40,6 +40,7 @@ __all__ = [
     "PLAIN",
     "PRODUCTS",
     "USABLE_DEVICE",
+    "USABLE_HOST",
     "Batch",
     "EngineConfig",
     "Fate",

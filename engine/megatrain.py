@@ -258,10 +258,14 @@ class MegaTrain(Trainer):
             **({"disk_blocks": self.blocks.disk_blocks} if self.blocks.disk_blocks else {}),
         }
 
-    def most_layers(self) -> int:
+    def most_layers(self) -> tuple[int, int]:
         """Layers of this model's width that there would be room for on this machine, streamed, with
-        the device filled with the state of as many blocks as it holds."""
-        asked = replace(self.blocks, disk_blocks=self.config.disk_blocks)
+        the device filled with the state of as many blocks as it holds; and bytes on disk."""
+        asked = replace(
+            self.blocks,
+            disk_blocks=self.config.disk_blocks,
+            checkpoint_interval=self.config.checkpoint_interval,
+        )
         return self._planner.most_layers(asked)
 
     def plan(self) -> Plan:

@@ -223,8 +223,10 @@ class Machine:
     checkout: str | None = None
     """Folder of a clone of the authors' MegaTrain code. Neither rows nor hashes have it."""
     nvme_path: str | None = None
-    """Folder on a local disk, or for the engine several on as many disks, separated by colons.
-    Neither rows nor hashes have it."""
+    """Folder on a local disk, or for the engine several on as many disks, separated by colons. Rows
+    and hashes have `drives` of it."""
+    drives: str | None = None
+    """What a row has in its place: a digest."""
 
     def __post_init__(self) -> None:
         _allow("machine.device", self.device, ("cpu", "cuda"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ UNHASHED = ("experiment", "logging", "output_dir", "process", "time_limit_s")
 PATHS = {"checkout": ("published_megatrain",), "nvme_path": ("zero_infinity", "megatrain")}
 """Field of machine that says where something lies there -> the systems that are built with it. No
 row has these fields."""
+DRIVES = "drives"
+"""Field of a row's machine: a digest of the folders on drives that its system used."""
 CHECKPOINT = "checkpoint"
 """Field of a model that says where its weights lie on this machine. A row has the folder's name."""
 UNHASHED_MEASURE = (
@@ -105,7 +108,22 @@ def hashed(config: Mapping[str, Any]) -> dict[str, Any]:
     kept["machine"] = {"device": config["machine"]["device"]}
     if config["machine"].get("device_bytes") is not None:  # placement fills what the cap leaves
         kept["machine"]["device_bytes"] = config["machine"]["device_bytes"]
+    if (drives := drives_of(config)) is not None:
+        kept["machine"][DRIVES] = drives
     return kept
+
+
+def drives_of(config: Mapping[str, Any]) -> str | None:
+    """Digest of the folders on drives that a cell uses, whose speed is theirs; None where it uses
+    none, and of a row from before there was one."""
+    machine, system = config["machine"], config["system"]
+    if machine.get(DRIVES) is not None:
+        return str(machine[DRIVES])
+    uses = system.get("name") == "zero_infinity" or system.get("disk_blocks")
+    if not uses or not isinstance(machine.get("nvme_path"), str):
+        return None
+    folders = machine["nvme_path"].split(os.pathsep)
+    return digest([str(Path(folder).expanduser().resolve()) for folder in folders])
 
 
 def as_first_written(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -220,6 +238,8 @@ def published(config: Mapping[str, Any]) -> dict[str, Any]:
     kept["machine"] = {
         name: value for name, value in config["machine"].items() if name not in PATHS
     }
+    if (drives := drives_of(config)) is not None:
+        kept["machine"][DRIVES] = drives
     if FILES in config["data"]:
         names = {name: _names(config["data"].get(name)) for name in (FILES, "tokenizer")}
         kept["data"] = {**config["data"], **names}

@@ -33,7 +33,7 @@ from engine import Machine, MegaTrain, Plan, Rates
 from sweeps import environment, flops
 from sweeps.config import Cell, cell_from
 from sweeps.events import Emitter
-from sweeps.identity import PLAIN, configuration, products_of
+from sweeps.identity import PLAIN, configuration, drives_of, products_of
 from sweeps.isolate import Event, Outcome, guarded, run_isolated
 from sweeps.memory import NoDevice
 
@@ -220,7 +220,7 @@ def outlook_here(cell: Cell, probed: dict[Any, Rates], *, predict: bool = True) 
         return outlook_of(built(cell), cell)
     if not predict or cell.dtype != "bfloat16":
         return None
-    beside = cell.process.num_ranks > 1, bool(cell.options.get("disk_blocks"))
+    beside = cell.process.num_ranks > 1, drives_of(cell.config)
     key = cell.options.get("pinned"), cell.options.get("torch_adamw"), *beside
     engine = built(cell, rates=probed.get(key))
     probed[key] = engine.rates

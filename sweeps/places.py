@@ -47,8 +47,9 @@ def _places(cell: Cell) -> Iterator[tuple[str, str]]:
     """(absolute path as it may stand in a message, name)."""
     places: list[tuple[str | Path | None, str]] = [(cell.output_dir, "output_dir")]
     for option in PATHS:
-        for place in (getattr(cell.machine, option) or "").split(os.pathsep):
-            places += [(place, f"machine.{option}")]
+        several = (getattr(cell.machine, option) or "").split(os.pathsep)
+        for at, place in enumerate(several):
+            places += [(place, f"machine.{option}{f'[{at}]' if several[1:] else ''}")]
     places += [(os.environ.get("XDG_CACHE_HOME"), "$XDG_CACHE_HOME")]
     places += [(os.path.expanduser("~"), "~"), (tempfile.gettempdir(), "$TMPDIR")]
     places += [(ROOT, "megatrain-bench")]

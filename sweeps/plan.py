@@ -10,6 +10,7 @@ schedule at the machine's rates, so the picture cannot say what the engine would
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from omegaconf import OmegaConf
 
 from baselines.model_check import require_runnable
 from baselines.system import Unsupported
-from engine import Fate, Machine, MegaTrain, Rates, Timeline
+from engine import USABLE_HOST, Fate, Machine, MegaTrain, Rates, Timeline
 from sweeps import auto, environment
 from sweeps.command_line import mend_streams
 from sweeps.config import Cell, cell_from, require
@@ -229,7 +230,13 @@ def report(cell: Cell, machine: Machine | None) -> list[str]:
             lines += ["", *prediction_lines(cell, system, num_params, window_step_s)]
     elif hasattr(system, "placement"):
         lines += ["", f"room for the activations of {system.placement['kept_layers']} layers"]
-    return [*lines, "", f"does not fit: {outlook.refusal}" if outlook.refusal else "fits"]
+    verdict = f"does not fit: {outlook.refusal}" if outlook.refusal else "fits"
+    used = sum(host.values()) / (has["host_bytes"] or math.inf)
+    if not outlook.refusal and used > USABLE_HOST:
+        verdict += (
+            f", barely: the kernel may end what fills more than {USABLE_HOST:.0%} of the host"
+        )
+    return [*lines, "", verdict]
 
 
 def disk_lines(num_bytes: int) -> list[str]:
@@ -288,15 +295,17 @@ def rate_card(rates: Rates) -> str:
 def largest(overrides: Sequence[str]) -> list[str]:
     """The most layers, of several widths, that there is room for: on this machine, where it has a
     GPU, and on some that are not here; with all state in memory and with some on disk."""
-    lines = [f"{'device + host, GB':20}{'in memory':>24}{'with state on disk':>40}"]
+    lines = [f"{'device + host, GB':18}{'in memory':>36}{'with state on disk':>48}"]
     for device, host in _machines():
         found = [_largest_of(overrides, device, host, disk_blocks=n) for n in (0, -1)]
-        told = [f"{one[0] / 1e9:6.1f}B ({one[1]} layers of {one[2]})" for one in found]
-        away = f", {10 * found[1][0] / 1e9:,.0f} GB" if found[1][0] > found[0][0] else ""
-        lines.append(f"{device / 1e9:6.0f} + {host / 1e9:<9.0f}{told[0]:>26}{told[1] + away:>40}")
+        told = [f"{num / 1e9:6.1f}B ({layers} layers of {name})" for num, layers, name, _ in found]
+        away = f", {found[1][3] / 1e9:,.0f} GB"
+        lines.append(f"{device / 1e9:6.0f} + {host / 1e9:<9.0f}{told[0]:>36}{told[1] + away:>48}")
     shape = _sized(overrides, WIDTHS[0], *ELSEWHERE[0], 0).shape
-    tokens = f"{shape.batch_size} x {shape.seq_len} tokens in {shape.num_micro_batches} parts"
-    return [*lines, f"streamed, {tokens}, inputs of some layers kept as there is room"]
+    parts = f" in {n} parts" if (n := shape.num_micro_batches) > 1 else ""
+    tokens = f"{shape.batch_size} x {shape.seq_len} tokens{parts}"
+    options = "system.checkpoint_interval=-1 system.device_optimizer=-1"
+    return [*lines, f"streamed, {tokens}, with {options}; GB are those on disk"]
 
 
 def _machines() -> list[tuple[int, int]]:
@@ -308,8 +317,8 @@ def _machines() -> list[tuple[int, int]]:
 
 def _largest_of(
     overrides: Sequence[str], device: int, host: int, *, disk_blocks: int
-) -> tuple[int, int, str]:
-    """Parameters, layers and the model whose width they have, of the largest."""
+) -> tuple[int, int, str, int]:
+    """Parameters, layers, the model whose width they have, and bytes on disk, of the largest."""
     found = []
     for name in WIDTHS:
         cell = _sized(overrides, name, device, host, disk_blocks)
@@ -317,8 +326,8 @@ def _largest_of(
         engine = built(cell, machine=machine)
         outer, layer = engine.work.layouts[0].num_params, engine.work.layouts[1].num_params
         outer += engine.work.layouts[-1].num_params
-        number = engine.most_layers()
-        found.append((outer + number * layer if number else 0, number, name))
+        number, away = engine.most_layers()
+        found.append((outer + number * layer if number else 0, number, name, away))
     return max(found)
 
 

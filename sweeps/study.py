@@ -22,7 +22,7 @@ from sweeps.agreement import compared
 from sweeps.bench import remove_state
 from sweeps.cell import state_folder
 from sweeps.config import Cell
-from sweeps.identity import PLAIN, hashed, products_of, published, relabelled
+from sweeps.identity import PLAIN, drives_of, hashed, products_of, published, relabelled
 from sweeps.isolate import Event, Outcome, run_isolated
 from sweeps.memory import Crowd, DeviceSampler, device_sampler
 from sweeps.places import named
@@ -247,8 +247,9 @@ def known_rates(cell: Cell, rows: Rows) -> dict[str, float] | None:
 
 
 def _probing(config: Mapping[str, Any]) -> list[Any]:
-    """The options that a probe depends on; one that is older than an option has none: false."""
-    return [hashed(config)["system"].get(name) or None for name in PROBED]
+    """What a probe depends on: options, of which a row that is older has none, and drives."""
+    known = hashed(config)["system"]
+    return [*(known.get(name) or None for name in PROBED), drives_of(config)]
 
 
 def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, Any]) -> Row:

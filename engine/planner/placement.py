@@ -51,20 +51,28 @@ def fewest_on_disk(asked: Blocks, *, fits: Fits, device_bytes: Callable[[Blocks]
     """Of how many blocks the state must be on disk, the drives being the slowest, where the device
     has as much of it as there is room for instead of activations. Of all, for `plan` to refuse,
     where even that does not fit."""
-    devices = _open(asked.device_optimizer, asked.num_blocks)
+    devices, most = _open(asked.device_optimizer, asked.num_blocks), asked.num_blocks
 
     def has_room(number: int) -> bool:
+        """With so many at most: those on the device are not on disk."""
         blocks = replace(asked, disk_blocks=number)
         if blocks.checkpoint_interval == AUTO:
             interval = checkpoint_interval(blocks, fits=fits, device_bytes=device_bytes)
             blocks = replace(blocks, checkpoint_interval=interval)
         plain = nothing_moved(blocks)
-        return any(fits(replace(plain, device_optimizer=here)) for here in devices)
+        return any(
+            fits(replace(plain, device_optimizer=here, disk_blocks=min(number, most - here)))
+            for here in devices
+        )
 
     if has_room(0):
         return 0
-    numbers = range(1, asked.num_blocks + 1)  # buffers cost more than the first few save
-    return numbers[bisect(numbers[:-1], True, key=has_room)]
+    # Buffers cost more than the first few save; those of the outer blocks more than these save.
+    layers, outer = range(1, asked.num_layers + 1), range(asked.num_layers + 1, most)
+    fewest = bisect(layers, True, key=has_room)
+    if fewest < len(layers):
+        return layers[fewest]
+    return next(filter(has_room, outer), most)
 
 
 def choose(

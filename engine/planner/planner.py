@@ -192,18 +192,23 @@ class Planner:
         fits_device = self._device_total(blocks) <= placement.USABLE_DEVICE * self._device_memory
         return fits_host and fits_device
 
-    def most_layers(self, asked: Blocks) -> int:
-        """Layers like the first that there is room for, with as many blocks on the device as fit
-        there, and as little on disk as there must be where `asked` leaves that open."""
-        return bisect(range(1, MOST_LAYERS), True, key=lambda n: not self._has_room(asked, n))
+    def most_layers(self, asked: Blocks) -> tuple[int, int]:
+        """Layers like the first that there is room for, and the bytes that then lie on disk: with
+        as many blocks on the device as fit there, and all others on disk where `asked` leaves that
+        open and it helps."""
+        most = bisect(range(1, MOST_LAYERS), True, key=lambda n: self._away(asked, n) is None)
+        return most, (self._away(asked, most) or 0) if most else 0
 
-    def _has_room(self, asked: Blocks, num_layers: int) -> bool:
+    def _away(self, asked: Blocks, num_layers: int) -> int | None:
+        """Bytes on disk of a model of so many layers; None where there is no room for it."""
         first, layer, *_, last = self.work.layouts
         work = replace(self.work, layouts=[first, *[layer] * num_layers, last])
         planner = replace(self, work=work)
         empty = replace(asked, num_layers=num_layers, device_optimizer=0, disk_blocks=0)
+        if empty.checkpoint_interval == AUTO:  # which takes the least of the device
+            empty = replace(empty, checkpoint_interval=max(1, math.isqrt(num_layers)))
         if planner._device_total(empty) > placement.USABLE_DEVICE * planner._device_memory:
-            return False
+            return None
         most = range(1, empty.num_blocks + 1)
         here = bisect(
             most,
@@ -213,10 +218,12 @@ class Planner:
                 > placement.USABLE_DEVICE * planner._device_memory
             ),
         )
-        left = empty.num_blocks - here if asked.disk_blocks else 0
-        return planner._fits(replace(empty, device_optimizer=here, disk_blocks=left)) or (
-            planner._fits(replace(empty, device_optimizer=here))
-        )
+        left = empty.num_blocks - here
+        for away in (0, left - 2, left - 1, left) if asked.disk_blocks else (0,):
+            blocks = replace(empty, device_optimizer=here, disk_blocks=max(0, away))
+            if planner._fits(blocks):
+                return planner.store_spec(blocks).disk_bytes
+        return None
 
     def predict(self, blocks: Blocks) -> Timeline:
         """One steady step, simulated."""

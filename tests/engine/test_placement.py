@@ -271,13 +271,16 @@ def test_room_between_the_points_of_the_grid_is_found():
 
 
 @pytest.mark.parametrize("interval", [1, AUTO])
-@pytest.mark.parametrize("host", [100, 400, 480, 700, 950, 970])
-def test_the_fewest_blocks_on_disk_with_which_some_placement_fits(host, interval):
-    """Of 70 blocks, of which the device has room for 11, and for one more without kept inputs."""
+@pytest.mark.parametrize("host", [100, 262, 267, 310, 320, 400, 480, 700, 950, 970])
+@pytest.mark.parametrize("wide", [0, 200])
+def test_the_fewest_blocks_on_disk_with_which_some_placement_fits(host, interval, wide):
+    """Of 70 blocks, of which the device has room for 11, and for one more without kept inputs. The
+    state of outer ones passes through buffers that may be wide."""
 
     def fits(p: Blocks) -> bool:
         hosted = p.num_blocks - p.device_optimizer
         needed = 14 * hosted - 10 * p.disk_blocks + 30 * (p.disk_blocks > 0)
+        needed += wide * (p.disk_blocks > p.num_layers)
         return p.disk_blocks <= hosted and needed <= host and room(p) <= 120
 
     def room(p: Blocks) -> int:

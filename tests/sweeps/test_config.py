@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from sweeps import auto, config, environment
 from sweeps.config import Cell, cell_from
-from sweeps.identity import MOVED, PATHS, comparison_key, published
+from sweeps.identity import MOVED, PATHS, comparison_key, configuration, drives_of, published
 
 GROUPS = {
     folder.name: sorted(item.stem for item in folder.glob("*.yaml"))
@@ -282,16 +282,28 @@ def test_a_path_of_the_machine_reaches_the_systems_that_ask_for_it_and_no_row(
     assert paths == {option: "/clone" if option == "checkout" else "/disk"}
     assert composed(f"system={system}").spec().options[option] is None
     assert not set(composed("system=zero3", *given).spec().options) & set(PATHS)
-    assert published(cell.config)["machine"] == {
-        "device": "cpu",
-        "host_bytes": None,
-        "device_bytes": None,
-    }
+    plain = {"device": "cpu", "host_bytes": None, "device_bytes": None}
+    uses = {"drives": drives_of(cell.config)} if system == "zero_infinity" else {}
+    assert published(cell.config)["machine"] == plain | uses
     assert (cell.rows_path, published(cell.config)["output_dir"]) == (
         Path("/home/somebody/study/rows.jsonl"),
         "study",
     )
     assert cell_from(published(cell.config)).hash == cell.hash
+
+
+@pytest.mark.parametrize("system", ["system=zero_infinity", "system.disk_blocks=2"])
+def test_another_drive_is_another_cell_and_no_row_says_where_it_is(system: str) -> None:
+    asked = ["system=megatrain", system] if "blocks" in system else [system]
+    cells = [composed(*asked, f"machine.nvme_path={path}") for path in ("/a", "/a:/b", "/b")]
+    assert len({cell.hash for cell in cells}) == len({cell.identity for cell in cells}) == 3
+    assert composed(*asked, "machine.nvme_path=/x/../a").hash == cells[0].hash
+    for cell in cells:
+        told = published(cell.config)["machine"]
+        assert set(told) == {"device", "host_bytes", "device_bytes", "drives"}
+        assert configuration(published(cell.config)) == configuration(cell.config)
+    plain = [composed("system=megatrain", f"machine.nvme_path={path}") for path in ("/a", "/b")]
+    assert plain[0].hash == plain[1].hash, "it has no state there"
 
 
 def test_keys_of_two_types_have_a_hash() -> None:
