@@ -493,7 +493,9 @@ MUTANTS = (
         "planner/placement.py",
         "test_placement.py",
         ("Z60", "best(itertools.product(devices, offloads[:1]))", "None"),
-        ("Z61", "return numbers[bisect(", "return 1 + numbers[bisect("),
+        ("Z61", "return layers[fewest]", "return 1 + layers[fewest]"),
+        ("Z70", "disk_blocks=min(number, most - here)", "disk_blocks=number"),
+        ("Z71", "return next(filter(has_room, outer), most)", "return most"),
     ),
     *_changes(
         "planner/planner.py",
