@@ -16,7 +16,7 @@ AXES = (*SHAPES, "system", "seed", "num_ranks")
 WORK = ["model_key", "batch_size", "seq_len", "num_ranks", "machine.device_bytes"]
 """What lines share that may be held against each other: model, shape, GPUs and what of their memory
 is allowed."""
-CHOSEN = r"^(system|process|recipe)\.|^machine\.(device_bytes|drives)$|^seed$"
+CHOSEN = r"^(system|process|recipe)\.|^machine\.(device_bytes|host_bytes|drives)$|^seed$"
 """Fields of the config that say how a cell was run."""
 UNTOLD = ("system.name", "system.preset", "process.timeout_s", "recipe.total_steps")
 """Those that tell nothing apart."""

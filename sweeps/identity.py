@@ -110,6 +110,8 @@ def hashed(config: Mapping[str, Any]) -> dict[str, Any]:
         kept["machine"]["device_bytes"] = config["machine"]["device_bytes"]
     if (drives := drives_of(config)) is not None:
         kept["machine"][DRIVES] = drives
+    if config["system"].get("disk_blocks") and config["machine"].get("host_bytes") is not None:
+        kept["machine"]["host_bytes"] = config["machine"]["host_bytes"]  # what must be on disk
     return kept
 
 

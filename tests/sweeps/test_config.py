@@ -306,6 +306,13 @@ def test_another_drive_is_another_cell_and_no_row_says_where_it_is(system: str) 
     assert plain[0].hash == plain[1].hash, "it has no state there"
 
 
+def test_how_much_of_the_host_there_is_decides_what_must_be_on_disk() -> None:
+    limits = ["machine.host_bytes=1000000000", "machine.host_bytes=2000000000"]
+    asked = ["system=megatrain", "system.disk_blocks=-1", "machine.nvme_path=/a"]
+    assert len({composed(*asked, limit).hash for limit in limits}) == 2
+    assert len({composed("system=megatrain", limit).hash for limit in limits}) == 1
+
+
 def test_keys_of_two_types_have_a_hash() -> None:
     assert len(composed("+model.config.rope_parameters={1:2,a:3}").hash) == 12
 
