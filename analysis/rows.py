@@ -50,14 +50,17 @@ VARIANTS = ("twinflow", "optimizer", "grad_op")
 
 
 def frame(*sources: Path | str) -> pd.DataFrame:
-    """The rows of all sources, oldest first; of a cell measured again in its run the last one.
+    """The rows of all sources, oldest first; of a cell measured again in its run the last one that
+    was measured, else the last.
 
     source: a JSONL file; a folder that holds some, at any depth; a W&B run or a folder of them;
     `wandb:entity/project`, with @group and #tag to take those runs alone. A folder with both is
     read by its JSONL. Raises ValueError, one line, and OSError.
     """
-    same = ["experiment", "run", "cell"]
-    return every_row(*sources).drop_duplicates(same, keep="last").reset_index(drop=True)
+    every, same = every_row(*sources), ["experiment", "run", "cell"]
+    measured = every["status"].eq("ok")
+    ever = measured.groupby([every[name] for name in same]).transform("any")
+    return every[measured | ~ever].drop_duplicates(same, keep="last").reset_index(drop=True)
 
 
 def every_row(*sources: Path | str) -> pd.DataFrame:

@@ -51,6 +51,20 @@ def test_within_a_run_the_last_row_of_a_cell_counts_whatever_its_clock_says() ->
     assert list(framed([first, then])["status"]) == ["ok"]
 
 
+def test_an_attempt_that_failed_hides_no_measurement() -> None:
+    first, second = [1.0] * 3, [2.0] * 3
+    given = [
+        row("zero3", first),
+        row("zero3", second),
+        row("zero3", status="timeout", reason="killed"),
+        row("fsdp2", status="oom_host"),
+        row("fsdp2", status="timeout"),
+    ]
+    found = framed(given)
+    assert list(found["status"]) == ["ok", "timeout"]
+    assert found["step_s"][0] == second
+
+
 def test_a_reference_measured_later_is_held_against() -> None:
     config = {
         "system": {"name": "x", "dtype": "bfloat16"},
