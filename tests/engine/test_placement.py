@@ -273,7 +273,8 @@ def test_room_between_the_points_of_the_grid_is_found():
 @pytest.mark.parametrize("interval", [1, AUTO])
 @pytest.mark.parametrize("host", [100, 262, 267, 310, 320, 400, 480, 700, 950, 970])
 @pytest.mark.parametrize("wide", [0, 200])
-def test_the_fewest_blocks_on_disk_with_which_some_placement_fits(host, interval, wide):
+@pytest.mark.parametrize("device", [0, AUTO])
+def test_the_fewest_blocks_on_disk_with_which_some_placement_fits(host, interval, wide, device):
     """Of 70 blocks, of which the device has room for 11, and for one more without kept inputs. The
     state of outer ones passes through buffers that may be wide."""
 
@@ -286,15 +287,14 @@ def test_the_fewest_blocks_on_disk_with_which_some_placement_fits(host, interval
     def room(p: Blocks) -> int:
         return 10 * p.device_optimizer + 10 // p.checkpoint_interval
 
-    asked = replace(
-        BLOCKS, num_layers=68, device_optimizer=AUTO, checkpoint_interval=interval, disk_blocks=AUTO
-    )
+    options = {"device_optimizer": device, "checkpoint_interval": interval}
+    asked = replace(BLOCKS, num_layers=68, disk_blocks=AUTO, **options)
     found = fewest_on_disk(asked, fits=fits, device_bytes=room)
 
     def some_fits(number: int) -> bool:
         return any(
             fits(replace(asked, disk_blocks=number, device_optimizer=here, checkpoint_interval=k))
-            for here in range(71)
+            for here in (range(71) if device == AUTO else [device])
             for k in (asked.layers if interval == AUTO else [1])
         )
 
