@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from engine import MegaTrain
+from engine import MegaTrain, NonFiniteLossError
 from engine.lanes import SerialLanes, Task, Ticket
-from engine.step import COMPUTE, Op
+from engine.step import COMPUTE, CPU, Op
 
 
 class TwinLanes(SerialLanes):
@@ -46,9 +46,14 @@ class TwinLanes(SerialLanes):
 
     def drain(self) -> None:
         """Run what is held back, one random runnable lane at a time; after an error the rest is
-        given up."""
+        given up, but after a step that is not finite the CPU's part of it alone, in its turn."""
         try:
             self._run_held_back()
+        except NonFiniteLossError:
+            given_up = ((op, _nothing, *rest) for op, _, *rest in self._pending.get(CPU, ()))
+            self._pending[CPU] = deque(given_up)
+            self._run_held_back()
+            raise
         except BaseException:
             for *_, ticket in (item for held in self._pending.values() for item in held):
                 _finish(ticket)
@@ -80,6 +85,10 @@ class TwinLanes(SerialLanes):
     def close(self) -> None:
         """Forget what is held back."""
         self._pending.clear()
+
+
+def _nothing() -> None:
+    """In place of work that is given up."""
 
 
 def _finish(ticket: Ticket) -> None:

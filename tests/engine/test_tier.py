@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from engine import EngineConfig, Machine, MegaTrain, NonFiniteLossError, Ranks, 
 from engine.blocks import STAGES
 from engine.config import ALL
 from engine.disk import Drives
-from engine.step import Kind
+from engine.step import Kind, Op
 from tests.engine.test_disk import FAILS, IS_LATE, MOVES_LESS, inject
 from tests.engine.test_ranks import batch_of, model_of
 from tests.engine.test_ranks import engine_of as engine_of_ranks
@@ -312,6 +313,36 @@ def test_a_file_system_that_keeps_pages_is_named_before_anything_lies_there(tmp_
     assert engine.caveat == said
     assert_same(train(engine, 4), in_memory(torch.bfloat16, 0.5, "split"))
     engine.close()
+
+
+@pytest.mark.parametrize("clip_norm", [0.5, 0.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_loss_that_is_not_finite_leaves_what_is_on_drives_as_it_was(tmp_path, seed, clip_norm):
+    """Whatever of the step before is still to be written then."""
+
+    def after_a_bad_step(disk_blocks: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        recipe, lanes = Recipe(lr=1e-2, clip_norm=clip_norm), TwinLanes(seed=seed)
+        engine = engine_of(tmp_path, recipe=recipe, disk_blocks=disk_blocks, lanes=lanes)
+        clip = engine.executor.handlers[Kind.CLIP]
+
+        def spoilt(op: Op, s: Any) -> None:
+            if s.index == 2:
+                s.loss.fill_(float("nan"))
+            clip(op, s)
+
+        engine.executor.handlers[Kind.CLIP] = spoilt
+        for step in range(5):
+            with suppress(NonFiniteLossError):
+                engine.train_step(make_batch(step))
+        with suppress(NonFiniteLossError):
+            engine.drain()
+        state = dict(engine.parameters()), dict(engine.moments())
+        engine.close()
+        return state
+
+    for found, expected in zip(after_a_bad_step(NUM_BLOCKS), after_a_bad_step(0), strict=True):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
 def planned(
