@@ -196,7 +196,10 @@ class Planner:
         """Layers like the first that there is room for, and the bytes that then lie on disk: with
         as many blocks on the device as fit there, and all others on disk where `asked` leaves that
         open and it helps."""
-        most = bisect(range(1, MOST_LAYERS), True, key=lambda n: self._away(asked, n) is None)
+        tried = 1
+        while tried < MOST_LAYERS and self._away(asked, tried) is not None:
+            tried *= 2
+        most = bisect(range(1, tried), True, key=lambda n: self._away(asked, n) is None)
         return most, (self._away(asked, most) or 0) if most else 0
 
     def _away(self, asked: Blocks, num_layers: int) -> int | None:
