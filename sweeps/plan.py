@@ -49,8 +49,10 @@ NEEDED = {"machine": ("device_bytes", "host_bytes"), "recipe": ("total_steps",),
 """Fields that are read before the config is checked, where rates are given."""
 LARGEST = "--largest"
 """Flag that asks for the largest model."""
-WIDTHS = ("qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-72b")
+WIDTHS = ("qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-32b", "dense-120b")
 """Models whose layers are repeated."""
+DEEP = 140
+"""Layers beyond which a wider model is told: no published one has so many."""
 GB = 10**9
 ELSEWHERE = ((24 * GB, 64 * GB), (80 * GB, 256 * GB), (141 * GB, 512 * GB), (141 * GB, 1500 * GB))
 """Bytes of device and host memory of machines that are not here."""
@@ -328,7 +330,8 @@ def _largest_of(
         outer += engine.work.layouts[-1].num_params
         number, away = engine.most_layers()
         found.append((outer + number * layer if number else 0, number, name, away))
-    return max(found)
+    some = [one for one in found if one[1]] or found[:1]
+    return max(some, key=lambda one: (one[1] <= DEEP, one[0] if one[1] <= DEEP else -one[1]))
 
 
 def _sized(overrides: Sequence[str], name: str, device: int, host: int, disk_blocks: int) -> Cell:
