@@ -142,7 +142,10 @@ def _settings(study: Study, ready: pd.DataFrame) -> str:
         over = f"as fast as the published algorithm ({base})"
         return f"With every switch on the engine is {known} {over}."
     fast, slow = (tables.at(one, *study.axes) for one in (best, worst))
-    known = _known(speeds.ratio(worst, best), change=True)
+    change = speeds.ratio(worst, best)
+    known = _known(change, change=True)
+    if change.hi > 1:
+        return f"{fast} and {slow}, the fastest and the slowest, cannot be told apart: {known}."
     return f"The fastest is {fast}. The slowest is {slow}: {known}."
 
 

@@ -41,6 +41,8 @@ RUN = r"\d{4}-\d\d-\d\d_[a-z0-9-]+_\w+"
 NUMBERS = "tokens_per_s device_gb host_gb final_loss max_loss_difference mfu tflops_6p cell_s "
 NUMBERS += "joules_per_token sm_mhz heldout_loss exact_match predicted steady_tokens_per_s"
 """Columns that are numbers even in a frame where none is known."""
+TRAINING = "log.jsonl"
+"""What `sweeps.train` writes, a line a step."""
 ONLINE = re.compile(r"wandb:(?P<path>[^/@#]+/[^/@#]+)(@(?P<group>[^#]+))?(#(?P<tags>.+))?")
 """wandb:entity/project, then @group and #tag where only those runs are meant."""
 END_S = 5.0
@@ -83,10 +85,12 @@ def every_row(*sources: Path | str) -> pd.DataFrame:
 
 
 def _files(path: Path) -> list[Path]:
-    """Files of rows in a folder, else those of W&B runs; a file is itself."""
+    """Files of rows in a folder, else those of W&B runs; a file is itself. The log of a training
+    has none."""
     if path.is_file():
         return [path]
-    inside = sorted(path.rglob("*.jsonl")) or sorted(path.rglob("run-*.wandb"))
+    lines = sorted(one for one in path.rglob("*.jsonl") if one.name != TRAINING)
+    inside = lines or sorted(path.rglob("run-*.wandb"))
     if not inside:
         empty = "no *.jsonl and no W&B run in this folder"
         got = empty if path.exists() else "no such file or folder"

@@ -170,13 +170,16 @@ def layer_map(engine: MegaTrain) -> list[str]:
     between = blocks.checkpoint_interval
     every = f", an input kept every {between} layers" if between > 1 else ""
     again = ", weights of kept layers loaded again for their backward"
+    away, hosted = len(blocks.on_disks), len(blocks.hosted)
+    passes = "two passes" if blocks.two_passes and away < hosted else "one pass"
+    disk = [f"  optimizer state of {away} of these blocks on disk, updated in one pass"]
     return [
         f"  {letters[0]} {letters[1:-1]} {letters[-1]}   (embed, {len(letters) - 2} layers, "
         f"head{every})",
         "  · streamed, recomputed   K activations kept   O offloaded   D weights and optimizer on "
         "the device   B D+K   P D+O",
-        f"  AdamW on the host in {'two passes' if blocks.two_passes else 'one pass'}"
-        f"{again if blocks.reload_weights else ''}",
+        *(disk if away else []),
+        f"  AdamW on the host in {passes}{again if blocks.reload_weights else ''}",
     ]
 
 
@@ -214,10 +217,11 @@ def report(cell: Cell, machine: Machine | None) -> list[str]:
     num_params: int = outlook.events[0]["num_params"]
     num = cell.process.num_ranks
     host = {kind: num * size for kind, size in outlook.plan["host"].items()}
+    here = ", host memory too on a CPU" if cell.machine.device == "cpu" and machine is None else ""
     lines = [
         _title(cell, num_params),
         "",
-        f"device, GB{' a rank' if num > 1 else ''}",
+        f"device, GB{' a rank' if num > 1 else ''}{here}",
         *memory_lines(outlook.plan["device"], has["device_bytes"]),
         "",
         f"host, GB{f' of {num} ranks' if num > 1 else ''}",
@@ -230,6 +234,8 @@ def report(cell: Cell, machine: Machine | None) -> list[str]:
         if outlook.prediction is not None:
             window_step_s = outlook.prediction["window_step_s"]
             lines += ["", *prediction_lines(cell, system, num_params, window_step_s)]
+        elif machine is None and cell.machine.device == "cpu":
+            lines += ["", "no speed, for there is no GPU here; +rates=h200_16cores plans for one"]
     elif hasattr(system, "placement"):
         lines += ["", f"room for the activations of {system.placement['kept_layers']} layers"]
     verdict = f"does not fit: {outlook.refusal}" if outlook.refusal else "fits"
@@ -303,6 +309,8 @@ def largest(overrides: Sequence[str]) -> list[str]:
         told = [f"{num / 1e9:6.1f}B ({layers} layers of {name})" for num, layers, name, _ in found]
         away = f", {found[1][3] / 1e9:,.0f} GB"
         lines.append(f"{device / 1e9:6.0f} + {host / 1e9:<9.0f}{told[0]:>36}{told[1] + away:>48}")
+    if len(lines) == 1 + len(ELSEWHERE):
+        lines.append("this machine has no GPU")
     shape = _sized(overrides, WIDTHS[0], *ELSEWHERE[0], 0).shape
     parts = f" in {n} parts" if (n := shape.num_micro_batches) > 1 else ""
     tokens = f"{shape.batch_size} x {shape.seq_len} tokens{parts}"

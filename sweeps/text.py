@@ -159,8 +159,9 @@ def encoder_of(folder: str | None) -> Encoder:
         raise ValueError(
             f"data.tokenizer: got {folder!r} ({why}), {allowed}; give another"
         ) from None
-    if not num_ids:
-        raise ValueError(f"data.tokenizer: got {folder!r}, which is empty, {allowed}; give another")
+    if not num_ids or not tokenizer("a", add_special_tokens=False)["input_ids"]:
+        got = f"got {folder!r}, which has none or an empty one"  # transformers makes one up
+        raise ValueError(f"data.tokenizer: {got}, {allowed}; give another, or none for bytes")
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     begin = [token for token in tokenizer("")["input_ids"] if token not in end]
 

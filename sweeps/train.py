@@ -111,7 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, USER_ERRORS):
             return _ended(2, one_line(error, overrides_in(argv)))
         status, reason = verdict(error)
-        begun = "; the same command goes on from the last saved state" if stop.training else ""
+        begun = "; the same command goes on from the last saved state, if there is one"
+        begun = begun if stop.training else ""
         return _ended(1, f"{status}: {reason}{begun}")
 
 

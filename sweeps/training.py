@@ -217,7 +217,7 @@ class Training:
         loss = self.system.train_step(batch)
         norm = getattr(self.system, "gradient_norm", None)
         self._readings.add(self.at.step, batch.num_tokens, loss, norm)
-        self._read(ahead=AHEAD)
+        self._read(ahead=AHEAD, started=started)
         seconds = self.at.seconds + time.perf_counter() - started
         self.at = dataclasses.replace(
             self.at, step=self.at.step + 1, data=self.stream.state(), seconds=seconds
@@ -227,12 +227,13 @@ class Training:
         """Wait for the steps that are under way, which is time of training."""
         started = time.perf_counter()
         self.system.drain()
-        self._read(ahead=0)
+        self._read(ahead=0, started=started)
         seconds = self.at.seconds + time.perf_counter() - started
         self.at = dataclasses.replace(self.at, seconds=seconds)
 
-    def _read(self, *, ahead: int) -> None:
-        """Log the steps whose losses are there."""
+    def _read(self, *, ahead: int, started: float) -> None:
+        """Log the steps whose losses are there. started: when the training did that is not yet in
+        `at.seconds`."""
         for step, num_tokens, loss, norm in self._readings.ready(ahead=ahead):
             if not math.isfinite(loss):
                 raise NonFiniteLossError(
@@ -242,7 +243,8 @@ class Training:
             self.at = dataclasses.replace(self.at, tokens=tokens)
             line = {"step": step + 1, "loss": loss, "lr": self.recipe.lr_at(step)}
             line |= {} if math.isnan(norm) else {"gradient_norm": norm}
-            self.log.write(**line, tokens=tokens, seconds=round(self.at.seconds, 3))
+            seconds = self.at.seconds + time.perf_counter() - started
+            self.log.write(**line, tokens=tokens, seconds=round(seconds, 3))
             self._show(step + 1, loss, num_tokens)
 
     def _show(self, step: int, loss: float, num_tokens: int) -> None:

@@ -337,6 +337,20 @@ def test_two_models_of_one_run_are_no_seeds_of_a_system() -> None:
     assert told == "3 systems with an exact master end at the same loss on held-out text."
 
 
+def test_settings_that_may_be_equal_are_not_told_apart() -> None:
+    def told(*windows: list[float]) -> str:
+        given = [
+            row("megatrain", each, cell=str(depth), experiment="mine", config=config(depth=depth))
+            for depth, each in enumerate(windows, 1)
+        ]
+        ((study, lines),) = report.sections(framed(given))
+        return answers.answer(study, lines)
+
+    apart = "1 weight slot and 2 weight slots, the fastest and the slowest, cannot be told apart: −"
+    assert told([1.0, 1.2, 1.4], [1.1, 1.3, 1.5]).startswith(apart)
+    assert told([1.0, 1.01, 1.02], [2.0, 2.01, 2.02]).startswith("The fastest is 1 weight slot. ")
+
+
 def test_a_list_is_an_axis_like_any_other(tmp_path: Path, capsys) -> None:
     given = [
         row(

@@ -137,6 +137,12 @@ def test_bad_input_is_one_line_with_the_file(
     assert str(path) in str(caught.value)
 
 
+def test_the_log_of_a_training_is_no_file_of_rows(tmp_path: Path) -> None:
+    save(tmp_path / "rows.jsonl", [row("zero3", [1.0])])
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    assert list(rows.frame(tmp_path)["system"]) == ["zero3"]
+
+
 def test_an_empty_folder_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="in this folder"):
         rows.frame(tmp_path)

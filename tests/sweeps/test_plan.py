@@ -172,6 +172,17 @@ def test_one_pass_of_adamw_where_the_cpu_is_all_that_a_step_waits_for(
     assert f"AdamW on the host in {passes}" in capsys.readouterr().out
 
 
+def test_a_plan_without_a_gpu_says_what_it_lacks_and_what_is_on_disk(monkeypatch, capsys, tmp_path):
+    for away, told in ((0, None), (3, "optimizer state of 3 of these blocks on disk"), (-2, "one")):
+        asked = ["model=tiny", "system=megatrain", f"system.disk_blocks={away}"]
+        monkeypatch.setattr("sys.argv", ["plan", *asked, f"machine.nvme_path={tmp_path}"])
+        assert main() == 0
+        out = capsys.readouterr().out
+        assert "no speed, for there is no GPU here; +rates=h200_16cores plans for one" in out
+        assert (told or "AdamW on the host in two passes") in out
+        assert ("AdamW on the host in one pass" in out) is (away == -2)
+
+
 def test_fast_loads_kept_layers_again_where_room_is_scarce(monkeypatch, capsys):
     study = ["model=qwen2.5-7b", "shape=b32x1024", "system=megatrain_fast", "+rates=h200_16cores"]
     for option, again in (([], True), (["system.reload_weights=0"], False)):

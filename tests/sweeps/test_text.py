@@ -21,6 +21,7 @@ from sweeps.command import command_of
 from sweeps.config import Cell, Data, cell_from
 from sweeps.identity import digest, hashed, published
 from sweeps.packing import Documents, PackedStream, Part, Piece
+from tests.models import make_model
 
 pytestmark = pytest.mark.slow
 
@@ -71,6 +72,8 @@ def folders(tmp_path_factory) -> dict[str, str]:
         folder = tmp_path_factory.mktemp("tokenizer") / name
         fast.save_pretrained(folder)
         folders[name] = str(folder)
+    folders["of weights alone"] = str(tmp_path_factory.mktemp("weights"))
+    make_model("qwen2", num_hidden_layers=1).save_pretrained(folders["of weights alone"])
     return folders
 
 
@@ -378,6 +381,11 @@ BAD = {
     "no text": ("number.jsonl", {}, r"^data\.files: got .*line 1 with text='3', allowed a str"),
     "no folder": ("a.jsonl", {"tokenizer": "nope"}, r"^data\.tokenizer: got 'nope', which is no"),
     "no tokenizer": ("a.jsonl", {"tokenizer": "."}, r"^data\.tokenizer: got '\.' \("),
+    "weights alone": (
+        "a.jsonl",
+        {"tokenizer": "of weights alone"},
+        r"^data\.tokenizer: got '.*', which has none or an empty one",
+    ),
     "no template": (
         "chat.jsonl",
         {"chat_field": "messages", "tokenizer": "plain"},

@@ -203,6 +203,10 @@ def test_the_log_says_what_was_done(ended):
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert [line["lr"] for line in lines] == [cell.recipe.lr_at(step) for step in range(6)]
     assert [line["tokens"] for line in lines] == [32 * step for step in range(1, 7)]
+    told = [json.loads(line) for line in (ended / "log.jsonl").read_text().splitlines()]
+    seconds = [line["seconds"] for line in told]
+    assert 0 < seconds[0] < seconds[-1], "a step's own time with it"
+    assert seconds == sorted(seconds)
 
 
 @pytest.mark.parametrize(
