@@ -20,7 +20,9 @@ def answer(study: Study, lines: pd.DataFrame) -> str:
     if not lead["tokens_per_s"].notna().any():
         return "Nothing was measured; below stands why."
     if study.figure == "quality":
-        return _quality(main, [studies.main_part(study, one) for one in others])
+        parts = [studies.main_part(study, one) for one in others]
+        alike = [one for one in parts if set(one["num_params"]) == set(main["num_params"])]
+        return _quality(main, alike)
     if not len(ready):
         return "Nothing was measured whose losses agree, so nothing is ranked."
     if study.compares:
@@ -132,7 +134,8 @@ def _resumed(line: Any) -> str:
 
 
 def _settings(study: Study, ready: pd.DataFrame) -> str:
-    best, worst = speeds.fastest(ready), ready.sort_values("tokens_per_s").iloc[0]
+    best = speeds.fastest(ready)
+    worst = tables.alike(study, ready, best).sort_values("tokens_per_s").iloc[0]
     if best.name == worst.name:
         only = f"{tables.at(best, str(study.x))}: {best['tokens_per_s']:,.0f} tokens/s"
         return f"Not answered yet: one setting alone was measured, {only}."

@@ -32,7 +32,7 @@ from sweeps.identity import (
     in_force,
     products_of,
 )
-from sweeps.result import Row, host_split, read_rows
+from sweeps.result import RETRIED, Row, host_split, read_rows
 from sweeps.runfile import Tagged
 
 GB = 1e9
@@ -52,17 +52,17 @@ VARIANTS = ("twinflow", "optimizer", "grad_op")
 
 
 def frame(*sources: Path | str) -> pd.DataFrame:
-    """The rows of all sources, oldest first; of a cell measured again in its run the last one that
-    was measured, else the last.
+    """The rows of all sources, oldest first; of a cell measured again in its run the last one, but
+    none that another attempt may change where one was measured.
 
     source: a JSONL file; a folder that holds some, at any depth; a W&B run or a folder of them;
     `wandb:entity/project`, with @group and #tag to take those runs alone. A folder with both is
     read by its JSONL. Raises ValueError, one line, and OSError.
     """
     every, same = every_row(*sources), ["experiment", "run", "cell"]
-    measured = every["status"].eq("ok")
-    ever = measured.groupby([every[name] for name in same]).transform("any")
-    return every[measured | ~ever].drop_duplicates(same, keep="last").reset_index(drop=True)
+    measured = every["status"].eq("ok").groupby([every[name] for name in same]).transform("any")
+    standing = every[~(measured & every["status"].isin(RETRIED))]
+    return standing.drop_duplicates(same, keep="last").reset_index(drop=True)
 
 
 def every_row(*sources: Path | str) -> pd.DataFrame:

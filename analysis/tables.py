@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from analysis import names, speeds, studies
@@ -85,9 +86,11 @@ def axes(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
     )
     if ordered["num_ranks"].nunique() > 1:
         each = ordered["tokens_per_s"] / ordered["num_ranks"]
-        paths = {"family", "mode", *study.axes} - {"num_ranks", "system"}
-        alike = [ordered[path].map(repr) for path in sorted(paths)]
-        alone = each.where(ordered["num_ranks"] == 1).groupby(alike)
+        alike = [ordered[path].map(repr) for path in ("family", "mode", *study.axes)]
+        # What grows with the ranks, as the batch may, tells no two scalings apart.
+        ranks = [*alike[:2], ordered["num_ranks"]]
+        apart = [one for one in alike[2:] if one.groupby(ranks).nunique().gt(1).any()]
+        alone = each.where(ordered["num_ranks"] == 1).groupby([*alike[:2], *apart])
         shown["efficiency"] = _text(each / alone.transform("max"), ".0%")
     return pd.DataFrame(shown | _states(ordered) | _memory(ordered)).fillna(NONE)
 
@@ -135,10 +138,15 @@ def alike(study: Study, lines: pd.DataFrame, line: Any) -> pd.DataFrame:
         if path == "system":
             lines = lines[lines["family"].eq(line["family"]) & lines["mode"].eq(line["mode"])]
             continue
-        same = lines[path].map(repr) == repr(line[path])
+        same = lines[path].map(_plain) == _plain(line[path])
         lacks = lines[path].isna() & lines["family"].ne(line["family"])
         lines = lines[same | (lacks & path.startswith("system."))]
     return lines
+
+
+def _plain(value: Any) -> str:
+    """Text that is the same for a number of numpy's and of Python's."""
+    return repr(value.item() if isinstance(value, np.generic) else value)
 
 
 def labels(lines: pd.DataFrame, *, seeds: bool = True) -> pd.Series:

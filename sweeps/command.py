@@ -130,7 +130,8 @@ def _composed(args: argparse.Namespace, argv: list[str]) -> Command:
         return Command(argv=argv, by_hydra=True)
     overrides, argv = _in_order(base.hydra.sweeper, args.overrides, argv)
     cells = _swept(name, overrides, extra, base)
-    own_model = base.model.get("name") == "auto" and _value(overrides, "model") is None
+    said = any(item.lstrip("+~").startswith(("model=", "model.")) for item in overrides)
+    own_model = base.model.get("name") == "auto" and not said
     if own_model and len({cell.model.name for cell in cells}) > 1:
         only = auto.smallest(cells, base.model)  # it fits every cell: one study compares one model
         cells = _swept(name, [*overrides, only], extra, base)

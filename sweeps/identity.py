@@ -124,8 +124,8 @@ def drives_of(config: Mapping[str, Any]) -> str | None:
     uses = system.get("name") == "zero_infinity" or system.get("disk_blocks")
     if not uses or not isinstance(machine.get("nvme_path"), str):
         return None
-    folders = machine["nvme_path"].split(os.pathsep)
-    return digest([str(Path(folder).expanduser().resolve()) for folder in folders])
+    folders = filter(None, machine["nvme_path"].split(os.pathsep))
+    return digest([os.path.realpath(os.path.expanduser(folder)) for folder in folders])
 
 
 def as_first_written(config: Mapping[str, Any]) -> Mapping[str, Any]:

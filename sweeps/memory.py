@@ -195,10 +195,10 @@ class Nvml:
 
     def __init__(self, number: int = 0) -> None:
         self._nvml, self._handle = nvml_device(number)
-        self._before = self._used()
+        self._before = self._used() or 0
 
-    def _used(self) -> int:
-        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+    def _used(self) -> int | None:
+        return self._asked(lambda: self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
 
     def look(self) -> Look:
         """Clock, energy and throttle reasons now."""
@@ -223,7 +223,7 @@ class Nvml:
         mine = [item.usedGpuMemory for item in self._running() if item.pid in tree]
         if mine and all(item is not None for item in mine):
             return int(sum(mine))
-        used = self._asked(self._used)
+        used = self._used()
         return None if used is None else max(0, used - self._before)
 
     def _running(self) -> list[Any]:
@@ -245,11 +245,11 @@ class Nvml:
         deadline = time.monotonic() + PATIENCE_S
         while (found := self._crowd()) is not None and time.monotonic() < deadline:
             time.sleep(PATIENCE_S / 20)
-        self._before = self._used()
+        self._before = self._used() or 0
         return found
 
     def _crowd(self) -> Crowd | None:
-        others, used = {item.pid for item in self._running()} - {os.getpid()}, self._used()
+        others, used = {item.pid for item in self._running()} - {os.getpid()}, self._used() or 0
         return (
             Crowd(num_bytes=used, num_processes=len(others))
             if others or used > IDLE_BYTES

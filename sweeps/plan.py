@@ -52,7 +52,7 @@ LARGEST = "--largest"
 WIDTHS = ("qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-32b", "dense-120b")
 """Models whose layers are repeated."""
 DEEP = 140
-"""Layers beyond which a wider model is told: no published one has so many."""
+"""Layers beyond which a wider model is told: few have more."""
 GB = 10**9
 ELSEWHERE = ((24 * GB, 64 * GB), (80 * GB, 256 * GB), (141 * GB, 512 * GB), (141 * GB, 1500 * GB))
 """Bytes of device and host memory of machines that are not here."""
@@ -235,7 +235,7 @@ def report(cell: Cell, machine: Machine | None) -> list[str]:
             window_step_s = outlook.prediction["window_step_s"]
             lines += ["", *prediction_lines(cell, system, num_params, window_step_s)]
         elif machine is None and cell.machine.device == "cpu":
-            lines += ["", "no speed, for there is no GPU here; +rates=h200_16cores plans for one"]
+            lines += ["", "no speed on a CPU; +rates=h200_16cores plans for a GPU"]
     elif hasattr(system, "placement"):
         lines += ["", f"room for the activations of {system.placement['kept_layers']} layers"]
     verdict = f"does not fit: {outlook.refusal}" if outlook.refusal else "fits"

@@ -22,6 +22,9 @@ from typing import Any, BinaryIO, get_args, get_origin, get_type_hints
 from sweeps.identity import comparison_key, configuration, identity
 
 SCHEMA_VERSION = 1
+RETRIED = ("error", "timeout", "oom_host", "unsupported", "wont_fit")
+"""Statuses that another run may change: installing, freeing memory, raising a limit. The others
+stand; oom_device does not where others had a part of the device."""
 BENCH_VERSION = 2
 """2: cells run with growing segments of device memory (sweeps.environment.cell_variables)."""
 STATUSES = (

@@ -18,11 +18,8 @@ from pathlib import Path
 
 from sweeps import environment
 from sweeps.config import Cell, Machine
-from sweeps.result import BENCH_VERSION, NOTHING_READ, Read, Row, row_of_line, whole
+from sweeps.result import BENCH_VERSION, NOTHING_READ, RETRIED, Read, Row, row_of_line, whole
 
-RETRIED = ("error", "timeout", "oom_host", "unsupported", "wont_fit")
-"""Statuses that another run may change: installing, freeing memory, raising a limit. The others
-stand; oom_device does not where others had a part of the device."""
 TAIL = 1 << 16
 """Bytes that the end of a file of rows is read by, back to the last newline."""
 ROOM, ROOM_A_STEP = 1 << 16, 64
@@ -83,9 +80,9 @@ def _asked_less(row: Row, cell: Cell) -> bool:
     """Whether the cell asks for more windows, or for more after them, than the row was asked."""
     given, measure = row.config.get("measure", {}), cell.measure
     stopped = row.reason.startswith("stopped after") and given.get("stop_below")
-    evaluated = ("heldout_tokens", "exact_match")
+    evaluated = ("heldout_tokens", "heldout_every_window", "exact_match")
     return (stopped and not measure.stop_below) or any(
-        getattr(measure, name) and not given.get(name) for name in evaluated
+        getattr(measure, name) > (given.get(name) or 0) for name in evaluated
     )
 
 

@@ -175,6 +175,8 @@ def test_what_x_and_hue_leave_open_is_a_column_and_no_ratio_or_line_spans_it(
     assert (study.x, study.hue, study.rest) == ("system.depth", "system.streams", ["batch_size"])
     for _, line in lines.iterrows():
         assert tables.base_of(study, lines, line)["batch_size"] == line["batch_size"]
+    slowest = "The slowest is 1 weight slot with 1 CUDA stream and 4 sequences per step: −72.2%"
+    assert slowest in answers.answer(study, lines), "of the same batch as the fastest"
     drawn = [label for label, _, _ in of_study._series(study, lines)]
     assert sorted(drawn) == [
         f"CUDA streams: {streams}, {batch} sequences per step"
@@ -349,6 +351,27 @@ def test_settings_that_may_be_equal_are_not_told_apart() -> None:
     apart = "1 weight slot and 2 weight slots, the fastest and the slowest, cannot be told apart: −"
     assert told([1.0, 1.2, 1.4], [1.1, 1.3, 1.5]).startswith(apart)
     assert told([1.0, 1.01, 1.02], [2.0, 2.01, 2.02]).startswith("The fastest is 1 weight slot. ")
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_efficiency_is_over_one_gpu_with_the_same_work(grows: bool) -> None:
+    """Of two batches, whose scaling is perfect; or of one that grows with the GPUs."""
+    given = [
+        row(
+            "megatrain",
+            [1.0] * 3,
+            batch_size=batch * (gpus if grows else 1),
+            num_ranks=gpus,
+            cell=f"{gpus}{batch}",
+            experiment="mine",
+            tokens_per_s=1000.0 * batch * gpus,
+            config=config(batch=batch) | {"gpus": gpus},
+        )
+        for gpus in (1, 2, 4)
+        for batch in ((8,) if grows else (8, 64))
+    ]
+    ((study, lines),) = report.sections(framed(given), x="num_ranks")
+    assert set(tables.of(study, lines)["efficiency"]) == {"100%"}
 
 
 def test_a_list_is_an_axis_like_any_other(tmp_path: Path, capsys) -> None:

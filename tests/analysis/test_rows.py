@@ -63,6 +63,10 @@ def test_an_attempt_that_failed_hides_no_measurement() -> None:
     found = framed(given)
     assert list(found["status"]) == ["ok", "timeout"]
     assert found["step_s"][0] == second
+    assert list(framed([*given, row("zero3", status="nonfinite")])["status"]) == [
+        "timeout",
+        "nonfinite",
+    ]
 
 
 def test_a_reference_measured_later_is_held_against() -> None:

@@ -81,7 +81,7 @@ dtype: float32
 """
 
 
-def test_the_example_would_pass_the_check_that_its_page_asks_for() -> None:
+def test_the_example_would_pass_lint_and_format() -> None:
     ruff = [str(Path(sys.executable).with_name("ruff"))]
     where = ["--stdin-filename", "baselines/adagrad.py", "-"]
     for asked in (["check"], ["format", "--check"]):

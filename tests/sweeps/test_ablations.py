@@ -273,6 +273,14 @@ def test_a_row_that_was_asked_less_stands_for_nothing_that_asks_more(tmp_path: P
     evaluated = cells_of(*asked, "measure.heldout_tokens=64")[0]
     assert evaluated.identity == whole.identity
     assert not Rows().standing(evaluated), "nothing was evaluated"
+    row = study.row_of(
+        evaluated, Outcome(status="ok", events=[WINDOW, WINDOW]), started_at="", machine=here
+    )
+    Rows().append(whole.rows_path, row)
+    assert Rows().standing(evaluated)
+    assert Rows().standing(whole)
+    for more in ("measure.heldout_tokens=65", "measure.heldout_every_window=true"):
+        assert not Rows().standing(cells_of(*asked, "measure.heldout_tokens=64", more)[0])
 
 
 def test_a_checkout_that_changed_meanwhile_is_no_clean_one(
@@ -324,6 +332,10 @@ def test_a_study_compares_one_model_though_its_cells_have_room_for_several(
     named = command_of([*told[:2], "shape.batch_size=8", "model=tiny,auto"]).cells
     assert named is not None
     assert len(named) == 2, "models that a command names are its own affair"
+    lists = "model.candidates=[qwen2.5-7b],[qwen2.5-3b]"
+    swept = command_of([*told[:2], "shape.batch_size=8", lists]).cells
+    assert swept is not None
+    assert len(swept) == 2
 
 
 def test_an_axis_of_a_study_can_be_cut_down_on_the_command_line() -> None:

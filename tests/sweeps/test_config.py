@@ -298,6 +298,8 @@ def test_another_drive_is_another_cell_and_no_row_says_where_it_is(system: str) 
     cells = [composed(*asked, f"machine.nvme_path={path}") for path in ("/a", "/a:/b", "/b")]
     assert len({cell.hash for cell in cells}) == len({cell.identity for cell in cells}) == 3
     assert composed(*asked, "machine.nvme_path=/x/../a").hash == cells[0].hash
+    assert composed(*asked, "machine.nvme_path='/a:'").hash == cells[0].hash
+    assert composed(*asked, "machine.nvme_path='~nobody-here/x'").hash, "refused where it is used"
     for cell in cells:
         told = published(cell.config)["machine"]
         assert set(told) == {"device", "host_bytes", "device_bytes", "drives"}

@@ -307,6 +307,8 @@ def test_a_device_that_does_not_tell_of_its_memory_has_no_sample(
     assert device.sample(os.getpid()) == 2 << 30
     nvml.nvmlDeviceGetMemoryInfo = silent
     assert device.sample(os.getpid()) is None
+    assert device.crowd() is None
+    assert memory.Nvml().sample(os.getpid()) is None
 
 
 @pytest.mark.parametrize("told", [True, False])

@@ -178,7 +178,7 @@ def test_a_plan_without_a_gpu_says_what_it_lacks_and_what_is_on_disk(monkeypatch
         monkeypatch.setattr("sys.argv", ["plan", *asked, f"machine.nvme_path={tmp_path}"])
         assert main() == 0
         out = capsys.readouterr().out
-        assert "no speed, for there is no GPU here; +rates=h200_16cores plans for one" in out
+        assert "no speed on a CPU; +rates=h200_16cores plans for a GPU" in out
         assert (told or "AdamW on the host in two passes") in out
         assert ("AdamW on the host in one pass" in out) is (away == -2)
 
