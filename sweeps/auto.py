@@ -177,8 +177,8 @@ def smallest(cells: Iterable[Cell], asked: Mapping[str, Any]) -> str:
     any of them got, so that it fits every one."""
     chosen = {cell.model.name for cell in cells}
     fitting = [name for name in asked["candidates"] if name in chosen]
-    largest = "" if asked["fallback"] in chosen or not fitting else fitting[-1]
-    return f"model.candidates=[{largest}]"
+    last = "" if asked["fallback"] in chosen or not fitting else fitting[-1]  # largest first
+    return f"model.candidates=[{last}]"
 
 
 def with_checkpoint(model: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -315,7 +315,7 @@ def largest(overrides: Sequence[str]) -> list[str]:
     parts = f" in {n} parts" if (n := shape.num_micro_batches) > 1 else ""
     tokens = f"{shape.batch_size} x {shape.seq_len} tokens{parts}"
     options = "system.checkpoint_interval=-1 system.device_optimizer=-1"
-    return [*lines, f"streamed, {tokens}, with {options}; GB are those on disk"]
+    return [*lines, f"streamed, {tokens}, with {options}; the last GB are on disk"]
 
 
 def _machines() -> list[tuple[int, int]]:
