@@ -16,6 +16,8 @@ SETTINGS: dict[str, str] = WORDS["settings"]
 VALUES: dict[str, dict[Any, str]] = WORDS["values"]
 GPU_WORDS = re.compile(r"NVIDIA |GeForce |[ -](SXM\d|\d+GB?|HBM\d\w*)(?![\w])")
 """What of a GPU's name is not said."""
+UNLIKE = 0.1
+"""How far a model's size is from what its name says where both are said."""
 
 
 def throttled(reasons: Any) -> str:
@@ -88,9 +90,19 @@ def machine(lines: pd.DataFrame) -> str:
 def work(lines: pd.DataFrame) -> str:
     """`qwen2.5-7b, 32 x 1024 tokens a step`, as far as it is one for all lines."""
     first, models = lines.iloc[0], lines["model"].nunique()
+    model = f"{first['model']}{_size_unlike_its_name(first)}"
     if len(lines[["model", "batch_size", "seq_len"]].drop_duplicates()) == 1:
-        return f"{first['model']}, {first['batch_size']} x {first['seq_len']} tokens a step"
-    return str(first["model"]) if models == 1 else ""
+        return f"{model}, {first['batch_size']} x {first['seq_len']} tokens a step"
+    return model if models == 1 else ""
+
+
+def _size_unlike_its_name(line: Any) -> str:
+    """` of 20.3B parameters` for a dense-24b whose layers were set otherwise."""
+    said = re.search(r"(\d+(?:\.\d+)?)b$", line["model"])
+    size = line["num_params"]
+    if not said or pd.isna(size) or abs(size / (float(said[1]) * 1e9) - 1) < UNLIKE:
+        return ""
+    return f" of {value('num_params', size)} parameters"
 
 
 def setup(lines: pd.DataFrame) -> str:

@@ -18,7 +18,7 @@ from analysis.figures import of_study, step, style
 from analysis.studies import Study
 
 ROOT = Path(__file__).parents[1]
-FILLED = ("README.md", "docs/methods.md", "docs/design.md")
+FILLED = ("README.md", "docs/methods.md", "docs/design.md", "docs/disk.md")
 """Pages written by hand whose markers are filled."""
 FIGURES = Path("figures")
 
@@ -29,7 +29,8 @@ def sections(
     """Each study with its lines. Raises ValueError, one line, for an axis that no row has."""
     for name, part in studies.assigned(found).groupby("study", sort=False):
         lines = speeds.lines(part)
-        yield studies.of_rows(str(name), lines, x=x, hue=hue), lines
+        study = studies.of_rows(str(name), lines, x=x, hue=hue)
+        yield study, studies.said_once(study, lines)
 
 
 def markdown(study: Study, lines: pd.DataFrame, picture: str = "") -> str:

@@ -22,7 +22,7 @@ import psutil
 
 from analysis import names
 from sweeps import runfile
-from sweeps.agreement import COMPARED_STEPS, compared, is_compiled
+from sweeps.agreement import COMPARED_STEPS, compared, tolerance, is_compiled
 from sweeps.identity import (
     FALLBACK,
     PLAIN,
@@ -39,7 +39,8 @@ GB = 1e9
 RUN = r"\d{4}-\d\d-\d\d_[a-z0-9-]+_\w+"
 """DATE_MACHINE_BOOT, the name of a run, which a file of the record bears."""
 NUMBERS = "tokens_per_s device_gb host_gb final_loss max_loss_difference mfu tflops_6p cell_s "
-NUMBERS += "joules_per_token sm_mhz heldout_loss exact_match predicted steady_tokens_per_s"
+NUMBERS += "joules_per_token sm_mhz heldout_loss exact_match predicted steady_tokens_per_s "
+NUMBERS += "predicted_window disk_gb"
 """Columns that are numbers even in a frame where none is known."""
 TRAINING = "log.jsonl"
 """What `sweeps.train` writes, a line a step."""
@@ -171,11 +172,14 @@ def _framed(tagged: list[Tagged]) -> pd.DataFrame:
 
 
 def _record(item: Tagged, together: Sequence[Row]) -> dict[str, Any]:
-    """The row's own fields, then what is derived. What a row states of its losses itself stands,
-    but where it compared all steps of a long run."""
+    """The row's own fields, then what is derived. How far its losses lie from the reference's
+    stands as the row states it, but where it compared all steps of a long run; whether that agrees
+    is today's tolerance."""
     row = item.row
     if row.config and (row.agrees is None or len(row.losses) > COMPARED_STEPS):
         row = compared(row, together, complete=True)
+    elif row.max_loss_difference is not None:
+        row = dataclasses.replace(row, agrees=row.max_loss_difference <= tolerance(row))
     own = {field.name: getattr(row, field.name) for field in dataclasses.fields(Row)}
     family, mode = family_and_mode(row)
     on_gpu = bool(row.machine.get("gpu"))
@@ -202,9 +206,17 @@ def _record(item: Tagged, together: Sequence[Row]) -> dict[str, Any]:
         "device_gb": row.peak_device_bytes and row.peak_device_bytes / GB,
         "host_gb": None if unseen else row.peak_host_bytes and row.peak_host_bytes / GB,
         "host_unseen": unseen,
-        "predicted": row.plan.get("step_s") and row.batch_size * row.seq_len / row.plan["step_s"],
+        "disk_gb": sum(row.plan.get("disk", {}).values()) / GB or None,
+        "predicted": _predicted(row, "step_s"),
+        "predicted_window": _predicted(row, "window_step_s"),
         "joules_per_token": row.power_w and row.tokens_per_s and row.power_w / row.tokens_per_s,
     }
+
+
+def _predicted(row: Row, of: str) -> float | None:
+    """Tokens a second by a step's seconds in the row's plan; None without any."""
+    seconds = row.plan.get(of)
+    return row.batch_size * row.seq_len / seconds if seconds else None
 
 
 def machine_name(machine: Mapping[str, Any]) -> str:

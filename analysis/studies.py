@@ -18,6 +18,8 @@ WORK = ["model_key", "batch_size", "seq_len", "num_ranks", "machine.device_bytes
 is allowed."""
 CHOSEN = r"^(system|process|recipe)\.|^machine\.(device_bytes|host_bytes|drives)$|^seed$"
 """Fields of the config that say how a cell was run."""
+PRODUCTS = "system.products"
+"""What layers multiply in, which a system's name says too."""
 UNTOLD = ("system.name", "system.preset", "process.timeout_s", "recipe.total_steps")
 """Those that tell nothing apart."""
 
@@ -78,7 +80,16 @@ def shown(lines: pd.DataFrame) -> Iterator[tuple[Study, pd.DataFrame]]:
     for name in dict.fromkeys([*listed(), *sorted(current["study"].unique())]):
         mine = current[current["study"] == name]
         if len(mine):
-            yield of_rows(name, mine), mine
+            study = of_rows(name, mine)
+            yield study, said_once(study, mine)
+
+
+def said_once(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
+    """The lines, whose systems do not say what layers multiply in where an axis does."""
+    if PRODUCTS not in study.axes:
+        return lines
+    words = lines["mode"].str.split()
+    return lines.assign(mode=[" ".join(one for one in mode if one != "float8") for mode in words])
 
 
 def leading(study: Study, mine: pd.DataFrame) -> pd.DataFrame:

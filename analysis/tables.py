@@ -128,7 +128,8 @@ def base_of(study: Study, lines: pd.DataFrame, line: Any = None) -> Any:
     elif study.effect:
         ready = ready[ready[study.x] == study.effect["from"]]
         if study.hue:
-            ready = ready[ready[study.hue] == line[study.hue]]
+            same = ["family", "mode"] if study.hue == "system" else [study.hue]
+            ready = ready[(ready[same] == line[same]).all(axis=1)]
     return ready.iloc[0] if len(ready) else None
 
 
@@ -187,7 +188,15 @@ def _memory(lines: pd.DataFrame) -> dict[str, pd.Series]:
     return {
         str(name).replace("_gb", " GB"): _text(size, ".1f").mask(size >= 10, _text(size, ".0f"))
         for name, size in known.items()
-    }
+    } | _disk(lines)
+
+
+def _disk(lines: pd.DataFrame) -> dict[str, pd.Series]:
+    """Where some line has state on disk: how much, and the speed that was predicted of it."""
+    if not lines["disk_gb"].notna().any():
+        return {}
+    told = lines["predicted_window"].where(lines["disk_gb"].notna())
+    return {"disk GB": _text(lines["disk_gb"], ".0f"), "predicted tokens/s": _text(told, ",.0f")}
 
 
 def _states(lines: pd.DataFrame) -> dict[str, pd.Series]:

@@ -227,9 +227,9 @@ def report(cell: Cell, machine: Machine | None) -> list[str]:
         f"host, GB{f' of {num} ranks' if num > 1 else ''}",
         *memory_lines(host, has["host_bytes"]),
     ]
+    if away := outlook.plan.get("disk"):
+        lines += ["", *disk_lines(num * sum(away.values()))]
     if isinstance(system, MegaTrain):
-        if away := outlook.plan.get("disk"):
-            lines += ["", *disk_lines(num * sum(away.values()))]
         lines += ["", "placement", *layer_map(system)]
         if outlook.prediction is not None:
             window_step_s = outlook.prediction["window_step_s"]

@@ -25,8 +25,9 @@ Look = dict[str, Any]
 
 
 def drawable(study: Study, lines: pd.DataFrame) -> bool:
-    """Whether anything was measured that a figure could show."""
-    return bool(studies.leading(study, lines)["tokens_per_s"].notna().any())
+    """Whether anything was measured that a figure could show: of lines along x, two points."""
+    measured = studies.leading(study, lines)["tokens_per_s"].notna().sum()
+    return bool(measured > (study.figure == "lines"))
 
 
 def draw(study: Study, lines: pd.DataFrame, beside: Iterable[pd.DataFrame] = ()) -> Figure:

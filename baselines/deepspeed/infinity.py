@@ -9,6 +9,7 @@ processes go. Its speed is that of the disk, so every row says that there is one
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import shutil
@@ -24,7 +25,7 @@ from baselines.deepspeed.setup import import_deepspeed
 from baselines.deepspeed.stage3 import Zero3, sub_groups
 from baselines.model import count_params
 from baselines.system import SystemSpec, Unsupported
-from engine import Batch, SwapFolder, left_behind
+from engine import Batch, Plan, SwapFolder, left_behind
 
 DISK_BYTES_PER_PARAM = 16
 """fp32 master, both moments, and gradients on their way to them."""
@@ -57,8 +58,16 @@ class ZeroInfinity(Zero3):
         self.root = root.resolve()
         self._folder: SwapFolder | None = None
 
+    @property
+    def _disk_bytes(self) -> int:
+        return DISK_BYTES_PER_PARAM * count_params(self.spec.model).total
+
+    def plan(self) -> Plan:
+        """Closed-form bytes on device, host and disk, by kind."""
+        return dataclasses.replace(super().plan(), disk={"optimizer": self._disk_bytes})
+
     def _host_plan(self) -> dict[str, int]:
-        """The disk has 16 bytes a parameter beside these.
+        """Beside what is on the disk.
 
         moments: those that the first update makes in pageable memory (cpu_adam.py of DeepSpeed
         0.19.8) and writes a copy of. Pipelined, they live until the second update has read what
@@ -86,7 +95,7 @@ class ZeroInfinity(Zero3):
 
         Unsupported where DeepSpeed's IO cannot be built or the disk is too small.
         """
-        options, needed = self.options, DISK_BYTES_PER_PARAM * count_params(self.spec.model).total
+        options, needed = self.options, self._disk_bytes
         _require_async_io(import_deepspeed(self.spec.device), self.spec.device)
         with left_behind(self.root, PREFIX) as folders:
             free = shutil.disk_usage(self.root).free + sum(folder.num_bytes() for folder in folders)

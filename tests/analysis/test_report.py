@@ -8,7 +8,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 from analysis import __main__ as command
-from analysis import answers, report, rows, speeds, studies, tables
+from analysis import answers, record, report, rows, speeds, studies, tables
 from analysis.figures import of_record, of_study
 from sweeps.result import Row
 from tests.made_rows import CPU, H200, framed, row, save
@@ -212,7 +212,7 @@ def test_a_listed_study_of_two_models_holds_each_against_its_own() -> None:
     assert [part["model"].nunique() for part in studies.parts(study, lines)] == [1, 1]
     told = report.markdown(study, lines)
     assert "Small, 32 x 1024 tokens a step" in told
-    assert "Qwen2.5-3b, 32 x 1024 tokens a step" in told
+    assert "Qwen2.5-3b of 3.4B parameters, 32 x 1024 tokens a step" in told  # unlike its name
 
 
 def test_the_headline_is_a_comparison_though_zero3_is_run_in_two_ways() -> None:
@@ -610,3 +610,27 @@ def test_one_window_has_no_interval_and_one_block_is_no_blocks() -> None:
     legend = of_study.draw(study, found).legends[0]
     assert "too few windows for intervals" in legend.get_title().get_text()
     assert "bars:" not in legend.get_title().get_text()
+
+
+def test_float8_is_held_against_the_same_system_run_the_same_way() -> None:
+    """And a system is not said to be in float8 twice."""
+    told = {study.name: (study, mine) for study, mine in studies.shown(record.lines())}
+    study, mine = told["float8"]
+    table = tables.of(study, studies.leading(study, mine)).set_index(
+        ["products of the layers", "system"]
+    )
+    speeds_of = table["tokens/s"].str.replace(",", "").astype(int)
+    for system in ("in memory", "in memory, compiled", "MegaTrain fast"):
+        times = speeds_of["float8", system] / speeds_of["bfloat16", system]
+        assert table.loc[("float8", system), "vs bfloat16"].startswith(f"{times:.2f}x")
+        assert table.loc[("bfloat16", system), "vs bfloat16"] == tables.NONE
+
+
+def test_what_lies_on_disk_is_told_where_some_does_with_the_speed_that_was_planned() -> None:
+    told = {study.name: (study, mine) for study, mine in studies.shown(record.lines())}
+    study, mine = told["infinity"]
+    ours, theirs = (line for _, line in tables.of(study, mine).iterrows())
+    assert (ours["disk GB"], theirs["disk GB"]) == ("31", tables.NONE)
+    assert float(ours["predicted tokens/s"]) == pytest.approx(float(ours["tokens/s"]), rel=0.15)
+    study, mine = told["vs_zero3_14b"]
+    assert "disk GB" not in tables.of(study, mine)

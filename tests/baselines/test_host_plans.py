@@ -135,6 +135,9 @@ def test_zenflow_pins_a_block_for_each_gradient_that_it_gathers_and_keeps_those_
 def test_zero_infinity_holds_its_first_moments_until_they_are_read(tmp_path):
     row, host, _ = registered("zero_infinity 3B", tmp_path)
     _, in_turn, _ = registered("zero_infinity 3B", tmp_path, pipeline=False)
+    spec = cell_from(row.config).spec()
+    away = dataclasses.replace(spec, options={**spec.options, "nvme_path": str(tmp_path)})
+    assert build(row.system, away).plan().disk == {"optimizer": 16 * row.num_params}
     assert host.pop("moments") == 8 * row.num_params
     # The embedding is a sub-group of its own, and the largest.
     assert in_turn.pop("moments") == 8 * max(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sweeps.agreement import COMPARED_STEPS, LOSS_TOLERANCE, compared
+from sweeps.agreement import COMPARED_STEPS, FLOAT8_TOLERANCE, LOSS_TOLERANCE, compared
 from sweeps.result import Row
 from tests.sweeps.test_bench import ROW
 
@@ -58,7 +58,16 @@ def test_a_long_run_is_held_against_the_first_steps_of_the_reference(
 def test_the_page_says_what_is_compared() -> None:
     page = (Path(__file__).parents[2] / "docs/methods.md").read_text()
     assert f"no loss lies further than {LOSS_TOLERANCE:.0e}".replace("e-0", "e-") in page
+    assert f"{FLOAT8_TOLERANCE:.0e}".replace("e-0", "e-") in page
     assert f"At most the first {COMPARED_STEPS} steps are" in page
+
+
+def test_what_multiplies_in_float8_is_held_less_tightly_against_a_reference_of_its_own() -> None:
+    plain, reference = row("in_memory", 1.0), row("in_memory", 1.04, products="float8")
+    mine, wrong = (row("megatrain", loss, products="float8") for loss in (1.025, 1.0))
+    assert compared(mine, [plain, reference]).agrees is True
+    assert compared(wrong, [plain, reference]).agrees is False  # bf16's losses, under that name
+    assert compared(row("megatrain", 1.015), [plain, reference]).agrees is False
 
 
 def test_zero3_stands_in_where_the_reference_has_no_room_and_only_there() -> None:
@@ -97,6 +106,13 @@ def test_where_nothing_says_that_there_was_no_room_it_stands_in_when_all_have_ru
     assert compared(kept, [other, kept], complete=True).max_loss_difference == 0.0
     difference = compared(kept, [kept, COMPILED], complete=True).max_loss_difference
     assert difference == pytest.approx(0.002)
+
+
+def test_with_its_state_on_disk_it_stands_in_where_nothing_else_was_measured() -> None:
+    on_disk = row("zero_infinity", 1.002, compile=True)
+    assert both_ways(MINE, [on_disk]) == (None, True)
+    assert compared(on_disk, [on_disk], complete=True).max_loss_difference == 0.0
+    assert compared(MINE, [on_disk, EAGER], complete=True).agrees is False
 
 
 def test_of_its_repeats_the_first_is_the_reference_for_the_others_too() -> None:
