@@ -5,9 +5,9 @@
     <!--{table:vs_zero3_14b/5}-->                                the first lines of its table
 
 A line is named by its family, less megatrain_ and zero3_, and, where several ran, its mode: `fast`,
-`twinflow`, `zero3.kept+compiled`, `fast.plain` for none; `rival` is the fastest system that is not the engine nor the
-reference. Of several lines that fit, the fastest counts. Invariant: a page's numbers are exactly
-what its markers give, or a test fails.
+`twinflow`, `zero3.kept+compiled`, `fast.plain` for none; `rival` is the fastest system that is not
+the engine nor the reference. Of several lines that fit, the fastest counts. Invariant: a page's
+numbers are exactly what its markers give, or a test fails.
 """
 
 import re

@@ -22,7 +22,7 @@ import psutil
 
 from analysis import names
 from sweeps import runfile
-from sweeps.agreement import COMPARED_STEPS, compared, tolerance, is_compiled
+from sweeps.agreement import COMPARED_STEPS, compared, is_compiled, tolerance
 from sweeps.identity import (
     FALLBACK,
     PLAIN,

@@ -68,7 +68,7 @@ class Cost:
             case Kind.STORE:
                 return layout.numel * self.work.itemsize / num_ranks / rates.d2h_bytes
             case Kind.EVICT:
-                return self._waiting_bytes(op.block) / rates.d2h_bytes
+                return self._waiting_bytes(op.block) * self._evict_s
             case Kind.FETCH:
                 return self._waiting_bytes(op.block) / rates.h2d_bytes
             case Kind.FORWARD:
@@ -105,7 +105,26 @@ class Cost:
     @property
     def evict_s(self) -> float:
         """Seconds that one layer's activations take to the host."""
-        return self.work.moved_bytes / self.rates.d2h_bytes
+        return self.work.moved_bytes * self._evict_s
+
+    @cached_property
+    def _evict_s(self) -> float:
+        """Seconds a byte to the host in the forward, whose first part runs beside the CPU's
+        AdamW, if any does."""
+        alone = 1 / self.rates.d2h_bytes
+        if not self.rates.evict_bytes or not self.blocks.optimizer_overlap:
+            return alone
+        updates = sum(self._hosted_s(block) for block in self.blocks.hosted)
+        forward = sum(self._forward(layout.num_params) for layout in self.work.layouts[1:-1])
+        share = min(1.0, updates / forward)
+        return share / self.rates.evict_bytes + (1 - share) * alone
+
+    def _hosted_s(self, block: int) -> float:
+        """Seconds that the CPU has to do with a block's update, before contention."""
+        numel, seconds = self.work.layouts[block].numel, 0.0
+        if self.blocks.late(block):
+            seconds = numel / (self.rates.moments_params * ADAMW_SHARE)
+        return seconds + numel / self._update_rate(block)
 
     @property
     def forward_s(self) -> float:

