@@ -178,6 +178,15 @@ def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
+def free_pinned_cache() -> None:
+    """Give back what torch pinned and holds for reuse; nothing may be on its way to or from it.
+
+    The compiler's tuning copies there what a kernel changes: 9 GiB at 20B (docs/log.md, 142).
+    """
+    now = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.11 has it elsewhere
+    (now or torch._C._host_emptyCache)()
+
+
 class Arena:
     """Zeroed bytes in pieces of exactly the sizes asked for, pinned as `system.pinned` says; the
     exact kind is page-aligned and in one."""

@@ -26,7 +26,7 @@ from engine.recipe import Batch, Recipe
 from engine.sizes import StoreSpec, Work
 from engine.state import Saver
 from engine.step import LANES, READ, WRITE
-from engine.store import Store
+from engine.store import Store, free_pinned_cache
 
 
 class Trainer:
@@ -58,6 +58,9 @@ class Trainer:
         self._executor: Executor | None = None
         self._saver: Saver | None = None
         self._next_step = 0
+        self._untidied = work.compiled and device.type == "cuda"
+        """Whether the compiler, in the first step here, leaves pinned memory behind."""
+        self._trained = False
 
     def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Allocate host and device memory and load `weights`: (name, tensor) pairs, each once.
@@ -127,6 +130,7 @@ class Trainer:
         with torch.autograd.set_multithreading_enabled(False):
             loss = self.executor.run(batch, self._next_step)
         self._next_step += 1
+        self._trained = True
         return loss
 
     @property
@@ -158,6 +162,9 @@ class Trainer:
         """Return when every lane is idle and every update applied; raise what went wrong on the CPU
         lane, as `train_step` does."""
         self.executor.lanes.drain()
+        if self._trained and self._untidied:
+            self._untidied = False
+            free_pinned_cache()
 
     def close(self) -> None:
         """Stop the worker and unpin the host arena; idempotent. Waits for a state that is being

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from engine import Batch, EngineConfig, MegaTrain, NonFiniteLossError, Recipe
+from engine import Batch, EngineConfig, MegaTrain, NonFiniteLossError, Recipe, trainer
 from engine.device import Gradients
 from engine.layers.decoder import Call
 from engine.layers.template import Template
@@ -555,3 +555,19 @@ def test_a_call_of_a_kept_layer_of_a_rival_leaves_no_context_variable_behind():
     before = len(contextvars.copy_context())
     _kept(torch.relu, torch.ones(1))
     assert len(contextvars.copy_context()) == before
+
+
+def test_what_the_compiler_left_pinned_is_given_back_once_when_the_first_steps_have_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    freed: list[int] = []
+    monkeypatch.setattr(trainer, "free_pinned_cache", lambda: freed.append(1))
+    engine = make_engine(make_model("qwen2"))
+    engine._untidied = True  # as where a GPU's kernels are tuned
+    engine.drain()
+    assert freed == []
+    for _ in range(2):
+        engine.train_step(make_batch(0))
+        engine.drain()
+    engine.close()
+    assert freed == [1]

@@ -18,7 +18,7 @@ from baselines.model import skip_packed_sequence_check
 from engine import Recipe, norm_of
 from engine.layers.float8 import CAPABILITY
 from engine.layout import BLOCK_ALIGNMENT
-from engine.store import Arena
+from engine.store import Arena, free_pinned_cache
 from tests.models import make_batch, make_engine, make_model
 
 pytestmark = [
@@ -474,3 +474,19 @@ def test_the_norm_of_a_large_block_is_exact_and_takes_no_memory(dtype):
     norm = norm_of([block])
     assert torch.cuda.max_memory_allocated() - held < 16 << 20
     assert norm.item() == pytest.approx(expected.item(), rel=3e-7)
+
+
+def test_memory_that_torch_pinned_for_reuse_is_given_back() -> None:
+    kept = torch.empty(1 << 26, dtype=torch.uint8, pin_memory=True)
+    other = torch.empty(1 << 27, dtype=torch.uint8, pin_memory=True)
+    del other
+    before = _pss()
+    free_pinned_cache()
+    assert before - _pss() > 1 << 26
+    assert kept.is_pinned()
+
+
+def _pss() -> int:
+    """Bytes of this process's memory, shared pages by their part."""
+    told = dict(line.split(":") for line in open("/proc/self/smaps_rollup").readlines()[1:])
+    return int(told["Pss"].split()[0]) * 1024
