@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -488,5 +489,6 @@ def test_memory_that_torch_pinned_for_reuse_is_given_back() -> None:
 
 def _pss() -> int:
     """Bytes of this process's memory, shared pages by their part."""
-    told = dict(line.split(":") for line in open("/proc/self/smaps_rollup").readlines()[1:])
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    told = dict(line.split(":") for line in lines)
     return int(told["Pss"].split()[0]) * 1024
