@@ -498,6 +498,19 @@ MUTANTS = (
         ("Z71", "return next(filter(has_room, outer), most)", "return most"),
     ),
     *_changes(
+        "planner/cost.py",
+        "test_placement.py",
+        ("Z80", "share = min(1.0, updates / forward)", "share = 1.0"),
+        ("Z81", "return self.work.moved_bytes * self._evict_s", "return self.work.moved_bytes"),
+        ("Z82", "* self._evict_s\n            case", "/ rates.d2h_bytes\n            case"),
+    ),
+    *_changes(
+        "../sweeps/agreement.py",
+        "../sweeps/test_agreement.py",
+        ("Z83", "FLOAT8_TOLERANCE if in_float8 else LOSS_TOLERANCE", "FLOAT8_TOLERANCE"),
+        ("Z84", '== "float8"', '!= ""'),
+    ),
+    *_changes(
         "planner/planner.py",
         COMES_BACK,
         ("AT11", "max(0, kept - 2) if", "kept if"),
