@@ -32,7 +32,7 @@ from sweeps.identity import (
     in_force,
     products_of,
 )
-from sweeps.result import RETRIED, Row, host_split, read_rows
+from sweeps.result import DISK_RATES, RETRIED, Row, host_split, read_rows
 from sweeps.runfile import Tagged
 
 GB = 1e9
@@ -40,7 +40,7 @@ RUN = r"\d{4}-\d\d-\d\d_[a-z0-9-]+_\w+"
 """DATE_MACHINE_BOOT, the name of a run, which a file of the record bears."""
 NUMBERS = "tokens_per_s device_gb host_gb final_loss max_loss_difference mfu tflops_6p cell_s "
 NUMBERS += "joules_per_token sm_mhz heldout_loss exact_match predicted steady_tokens_per_s "
-NUMBERS += "predicted_window disk_gb"
+NUMBERS += "predicted_window disk_gb drive_gb_s"
 """Columns that are numbers even in a frame where none is known."""
 TRAINING = "log.jsonl"
 """What `sweeps.train` writes, a line a step."""
@@ -207,10 +207,17 @@ def _record(item: Tagged, together: Sequence[Row]) -> dict[str, Any]:
         "host_gb": None if unseen else row.peak_host_bytes and row.peak_host_bytes / GB,
         "host_unseen": unseen,
         "disk_gb": sum(row.plan.get("disk", {}).values()) / GB or None,
+        "drive_gb_s": _drive_rate(row.plan.get("rates", {})),
         "predicted": _predicted(row, "step_s"),
         "predicted_window": _predicted(row, "window_step_s"),
         "joules_per_token": row.power_w and row.tokens_per_s and row.power_w / row.tokens_per_s,
     }
+
+
+def _drive_rate(rates: Mapping[str, float]) -> float | None:
+    """GB that the drives, as probed, read and write in a second, both at once: the lower rate."""
+    known = [rates[name] for name in DISK_RATES if rates.get(name)]
+    return min(known, default=0.0) / GB or None
 
 
 def _predicted(row: Row, of: str) -> float | None:

@@ -192,11 +192,16 @@ def _memory(lines: pd.DataFrame) -> dict[str, pd.Series]:
 
 
 def _disk(lines: pd.DataFrame) -> dict[str, pd.Series]:
-    """Where some line has state on disk: how much, and the speed that was predicted of it."""
+    """Where some line has state on disk: how much, what the drives were probed to do each way at
+    once, and the speed that was predicted of it."""
     if not lines["disk_gb"].notna().any():
         return {}
     told = lines["predicted_window"].where(lines["disk_gb"].notna())
-    return {"disk GB": _text(lines["disk_gb"], ".0f"), "predicted tokens/s": _text(told, ",.0f")}
+    return {
+        "disk GB": _text(lines["disk_gb"], ".0f"),
+        "drive GB/s": _text(lines["drive_gb_s"], ".2f"),
+        "predicted tokens/s": _text(told, ",.0f"),
+    }
 
 
 def _states(lines: pd.DataFrame) -> dict[str, pd.Series]:

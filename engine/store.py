@@ -181,7 +181,7 @@ def _cudart() -> Any:
 def free_pinned_cache() -> None:
     """Give back what torch pinned and holds for reuse; nothing may be on its way to or from it.
 
-    The compiler's tuning copies there what a kernel changes: 9 GiB at 20B (docs/log.md, 142).
+    The compiler's tuning copies there what a kernel changes (docs/log.md, below 142).
     """
     now = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.11 has it elsewhere
     (now or torch._C._host_emptyCache)()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from sweeps.identity import PLAIN, products_of
 from sweeps.result import Row
 
 REFERENCE = "in_memory"
@@ -73,8 +74,7 @@ def compared(row: Row, rows: Sequence[Row], *, complete: bool = False) -> Row:
 
 def tolerance(row: Row) -> float:
     """How far its losses may be from the reference's."""
-    in_float8 = row.config.get("system", {}).get("products") == "float8"
-    return FLOAT8_TOLERANCE if in_float8 else LOSS_TOLERANCE
+    return LOSS_TOLERANCE if products_of(row.config) == PLAIN else FLOAT8_TOLERANCE
 
 
 def _kind(row: Row) -> tuple[str, str | None, bool]:

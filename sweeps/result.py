@@ -43,6 +43,8 @@ HISTORY = {"losses": "loss", "step_s": "step_s", "gradient_norms": "gradient_nor
 """Fields of a row that are the history of its W&B run -> what they are called there."""
 ENDING = 4096
 """Bytes by which a file of rows that grew is known again."""
+DISK_RATES = ("disk_read_bytes", "disk_write_bytes")
+"""Rates of a plan that are probed where there is state on disk."""
 HOST_KINDS = ("weights", "master", "moments", "gradients", "staging")
 
 

@@ -26,7 +26,7 @@ from sweeps.identity import PLAIN, drives_of, hashed, products_of, published, re
 from sweeps.isolate import Event, Outcome, run_isolated
 from sweeps.memory import Crowd, DeviceSampler, device_sampler
 from sweeps.places import named
-from sweeps.result import Row, host_split
+from sweeps.result import DISK_RATES, Row, host_split
 from sweeps.rows import Rows, room_for_row
 from sweeps.sinks import Console, mirror
 from sweeps.upload import offline_run
@@ -39,8 +39,6 @@ PEAKS = {
     "mfu_datasheet": "datasheet_tflops",
 }
 """Field of a row -> that of the machine whose share it is, TFLOPS of one GPU."""
-DISK_RATES = ("disk_read_bytes", "disk_write_bytes")
-"""Rates that are probed where there is state on disk."""
 
 
 class TimeIsUpError(Exception):

@@ -86,11 +86,11 @@ class Cost:
             case Kind.PARK:
                 return layout.numel / (PARK_SPEED * rates.adamw_params)
             case Kind.UPDATE:
-                return layout.numel / self._update_rate(op.block) * self._contention
+                return self._update_s(op.block) * self._contention
             case Kind.UPDATE_HERE:
                 return self._moved(UPDATE_BYTES * layout.numel / num_ranks)
             case Kind.MOMENTS:
-                return layout.numel / (rates.moments_params * ADAMW_SHARE)
+                return self._moments_s(op.block)
             case Kind.READ_STATE:
                 return layout.numel * self.rest_itemsize / rates.disk_read_bytes
             case Kind.WRITE_STATE:
@@ -114,17 +114,12 @@ class Cost:
         alone = 1 / self.rates.d2h_bytes
         if not self.rates.evict_bytes or not self.blocks.optimizer_overlap:
             return alone
-        updates = sum(self._hosted_s(block) for block in self.blocks.hosted)
+        hosted = self.blocks.hosted
+        updates = sum(map(self._update_s, hosted))
+        updates += sum(map(self._moments_s, filter(self.blocks.late, hosted)))
         forward = sum(self._forward(layout.num_params) for layout in self.work.layouts[1:-1])
         share = min(1.0, updates / forward)
         return share / self.rates.evict_bytes + (1 - share) * alone
-
-    def _hosted_s(self, block: int) -> float:
-        """Seconds that the CPU has to do with a block's update, before contention."""
-        numel, seconds = self.work.layouts[block].numel, 0.0
-        if self.blocks.late(block):
-            seconds = numel / (self.rates.moments_params * ADAMW_SHARE)
-        return seconds + numel / self._update_rate(block)
 
     @property
     def forward_s(self) -> float:
@@ -138,11 +133,15 @@ class Cost:
 
     # The CPU, of which each rank has a part, for its part of every block.
 
-    def _update_rate(self, block: int) -> float:
-        """Parameters that the CPU updates in a second, before contention."""
+    def _update_s(self, block: int) -> float:
+        """Seconds of a block's update, or of its first pass, before contention."""
         late = self.blocks.late(block)
         rate = self.rates.weights_params if late else self.rates.adamw_params
-        return rate * ADAMW_SHARE
+        return self.work.layouts[block].numel / (rate * ADAMW_SHARE)
+
+    def _moments_s(self, block: int) -> float:
+        """Seconds of its second pass."""
+        return self.work.layouts[block].numel / (self.rates.moments_params * ADAMW_SHARE)
 
     @cached_property
     def _contention(self) -> float:

@@ -83,12 +83,12 @@ def _probe(device: torch.device, num_threads: int, pinned: bool, use_native: boo
     host = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=pinned)
     here, there = (torch.empty(PROBE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
 
-    def synchronized(work: Callable[[], object]) -> float:
+    def whole(work: Callable[[], object]) -> Callable[[], None]:
         def all_of_it() -> None:
             work()
             torch.cuda.synchronize(device)
 
-        return _fastest(all_of_it)
+        return all_of_it
 
     weight, gradient = (torch.zeros(PROBE_NUMEL, dtype=torch.bfloat16) for _ in range(2))
     extra, moments = (
@@ -104,20 +104,16 @@ def _probe(device: torch.device, num_threads: int, pinned: bool, use_native: boo
     # Not the fastest, nor the median: a run meets whatever else the machine does, and its step
     # takes what updates take in the mean.
     adamw, first, second = (PROBE_NUMEL / statistics.mean(times) for times in seconds)
-
-    def evict() -> None:
-        host.copy_(here, non_blocking=True)
-        torch.cuda.synchronize(device)
-
+    out = whole(lambda: host.copy_(here, non_blocking=True))
     return Rates(
-        evict_bytes=PROBE_BYTES / _beside(partial(update, taken=Pass.WEIGHTS), evict),
-        matmul_flops=2 * PROBE_SIZE**3 / synchronized(lambda: torch.matmul(a, a)),
+        matmul_flops=2 * PROBE_SIZE**3 / _fastest(whole(lambda: torch.matmul(a, a))),
         adamw_params=adamw,
         weights_params=first,
         moments_params=second,
-        h2d_bytes=PROBE_BYTES / synchronized(lambda: here.copy_(host, non_blocking=True)),
-        d2h_bytes=PROBE_BYTES / synchronized(lambda: host.copy_(here, non_blocking=True)),
-        device_bytes=2 * PROBE_BYTES / synchronized(lambda: there.copy_(here)),
+        h2d_bytes=PROBE_BYTES / _fastest(whole(lambda: here.copy_(host, non_blocking=True))),
+        d2h_bytes=PROBE_BYTES / _fastest(out),
+        device_bytes=2 * PROBE_BYTES / _fastest(whole(lambda: there.copy_(here))),
+        evict_bytes=PROBE_BYTES / _beside(partial(update, taken=Pass.WEIGHTS), out),
     )
 
 

@@ -507,8 +507,8 @@ MUTANTS = (
     *_changes(
         "../sweeps/agreement.py",
         "../sweeps/test_agreement.py",
-        ("Z83", "FLOAT8_TOLERANCE if in_float8 else LOSS_TOLERANCE", "FLOAT8_TOLERANCE"),
-        ("Z84", '== "float8"', '!= ""'),
+        ("Z83", "LOSS_TOLERANCE if products_of(row.config) == PLAIN else ", ""),
+        ("Z84", "products_of(row.config) == PLAIN", "True"),
     ),
     *_changes(
         "planner/planner.py",
