@@ -25,7 +25,7 @@ from engine.layers.attention import Results
 from engine.layers.autograd import gradients
 from engine.layers.decoder import Decoder, tensors
 from engine.layers.head import loss_alone, loss_and_gradients, summed_cross_entropy
-from engine.layers.offload import Offloaded, copy_in_pieces, storages
+from engine.layers.offload import Offloaded, storages
 from engine.layout import BLOCK_ALIGNMENT, Layout, within
 from engine.master import BlockState
 from engine.recipe import Batch, NonFiniteLossError
@@ -33,10 +33,6 @@ from engine.sizes import Work
 from engine.step import Kind, Op, operations
 from engine.store import Store
 from engine.values import StepState
-
-PIECE = 1 << 26
-"""Bytes of one copy of activations. Small, so that a layer's load can go between two pieces."""
-
 
 Handler = Callable[[Op, StepState], None]
 
@@ -188,9 +184,10 @@ class Executor:
         s.offloaded[op.block].stage()
 
     def _fetch(self, op: Op, s: StepState) -> None:
-        for target, source in s.offloaded[op.block].copies(self.store.activations[op.block]):
-            copy_in_pieces(target, source, PIECE)
-        self.counters["h2d_bytes"] += s.offloaded[op.block].num_bytes
+        slab = self.store.activations[op.block]
+        for target, source in s.offloaded[op.block].copies(slab, *op.part):
+            target.copy_(source, non_blocking=True)
+            self.counters["h2d_bytes"] += source.nbytes
 
     # Compute lane: forward.
 

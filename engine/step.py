@@ -10,6 +10,7 @@ in, operations out.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -17,19 +18,22 @@ from itertools import count
 from typing import Any
 
 from engine.blocks import STAGES, Blocks, Fate
+from engine.pace import paced
 from engine.waits import derive
 
-COMPUTE, H2D, D2H, FETCH, CPU = "compute", "h2d", "d2h", "fetch", "cpu"
+COMPUTE, H2D, D2H, CPU = "compute", "h2d", "d2h", "cpu"
 PEERS, READ, WRITE = "peers", "read", "write"
 LANES = {
-    1: {COMPUTE: COMPUTE, H2D: COMPUTE, D2H: COMPUTE, FETCH: COMPUTE, PEERS: COMPUTE, CPU: CPU},
-    2: {COMPUTE: COMPUTE, H2D: "copy", D2H: "copy", FETCH: "copy", PEERS: "copy", CPU: CPU},
-    3: {COMPUTE: COMPUTE, H2D: H2D, D2H: D2H, FETCH: FETCH, PEERS: PEERS, CPU: CPU},
+    1: {COMPUTE: COMPUTE, H2D: COMPUTE, D2H: COMPUTE, PEERS: COMPUTE, CPU: CPU},
+    2: {COMPUTE: COMPUTE, H2D: "copy", D2H: "copy", PEERS: "copy", CPU: CPU},
+    3: {COMPUTE: COMPUTE, H2D: H2D, D2H: D2H, PEERS: PEERS, CPU: CPU},
 }
 """Number of CUDA streams -> the lane that each kind of work runs on; the CPU worker is always its
 own."""
 HOST_LANES = (CPU, READ, WRITE)
 """Each a thread of its own, whatever the number of streams."""
+PARTS = 8
+"""In which a layer's activations come back, between the loads of weights on the same lane."""
 
 
 class Kind(Enum):
@@ -86,6 +90,8 @@ class Op:
     """Host gradient slab (store, park, update, moments)."""
     stage: int = -1
     """Buffer of state on disk (read, update, write)."""
+    part: tuple[int, int] = (0, 1)
+    """Which of how many parts of a layer's activations (fetch)."""
     reads: frozenset[str] = frozenset()
     writes: frozenset[str] = frozenset()
     waits: tuple[tuple[int, int], ...] = ()
@@ -139,9 +145,7 @@ class Step:
         self.drops = blocks.drops() | blocks.attention_drops()
         self.to_read = [b for b in self._update_order() if blocks.on_disk(b)] if trains else []
         """Blocks whose state must still come from disk, in the order of their updates."""
-        backwards = [v for v in self.visits if v.kind is Kind.BACKWARD]
-        self.to_fetch = [v.block for v in backwards if v.fate is Fate.OFFLOADED]
-        """Layers whose activations are on the host when the backward begins, in its order."""
+        self.fetches = self._fetches()
         # On a lane shared with stores, loads must be issued a whole buffer ahead, or each would
         # queue behind a store. Elsewhere one visit ahead is enough, and it keeps the issuing thread
         # from waiting for an update too early.
@@ -291,23 +295,38 @@ class Step:
                 yield self._op(Kind.DROP, layer, COMPUTE, [], [f"activations {layer}"])
 
     def fetch_first(self, visit: Visit) -> Iterator[Op]:
-        """Before the tail where nothing is kept: what the first backward needs."""
-        if visit.kind is Kind.TAIL and not self.blocks.keep_activations:
-            yield from self._fetch_next()
+        """Beside the tail where nothing is kept: what the first backward needs."""
+        if visit.kind is Kind.TAIL:
+            yield from self._fetch_parts(visit)
 
     def fetch(self, visit: Visit) -> Iterator[Op]:
-        """After a backward that gave up its activations there is room for another layer's."""
-        if visit.kind is Kind.BACKWARD and visit.fate is not Fate.RECOMPUTED:
-            yield from self._fetch_next()
+        """Activations of offloaded layers, a part at a time."""
+        if visit.kind is Kind.BACKWARD:
+            yield from self._fetch_parts(visit)
 
-    def _fetch_next(self) -> Iterator[Op]:
-        if self.to_fetch:
-            yield from self._fetch(self.to_fetch.pop(0))
+    def _fetches(self) -> dict[int, list[tuple[int, int]]]:
+        """Visit -> (layer, part) of the activations that come back with it: none before a backward
+        gave up another layer's, which makes room, and all before their own."""
+        turns = [visit for visit in self.visits if visit.kind in (Kind.TAIL, Kind.BACKWARD)]
+        rooms = [i for i, v in enumerate(turns) if v.fate is not Fate.RECOMPUTED]
+        if not self.blocks.keep_activations:
+            rooms.insert(0, 0)
+        due = [i for i, visit in enumerate(turns) if visit.fate is Fate.OFFLOADED]
+        found = defaultdict[int, list[tuple[int, int]]](list)
+        for layer, parts in zip(due, paced(rooms[: len(due)], due, PARTS), strict=True):
+            for part, turn in enumerate(parts):
+                found[turns[turn].number].append((turns[layer].block, part))
+        return found
 
-    def _fetch(self, layer: int) -> Iterator[Op]:
+    def _fetch_parts(self, visit: Visit) -> Iterator[Op]:
+        for layer, part in self.fetches.get(visit.number, []):
+            yield from self._fetch(layer, part, PARTS)
+
+    def _fetch(self, layer: int, part: int = 0, parts: int = 1) -> Iterator[Op]:
         here, there = f"activations {layer}", f"host activations {layer}"
-        yield self._op(Kind.STAGE, layer, COMPUTE, [], [here])
-        yield self._op(Kind.FETCH, layer, FETCH, [there], [here])
+        if part == 0:
+            yield self._op(Kind.STAGE, layer, COMPUTE, [], [here])
+        yield self._op(Kind.FETCH, layer, H2D, [there], [here], part=(part, parts))
 
     def attention_ahead(self, visit: Visit) -> Iterator[Op]:
         """What attention gave, back from the host, if the next visit is given it."""

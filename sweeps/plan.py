@@ -37,7 +37,6 @@ LANES = (
     ("compute", "compute"),
     ("h2d", "load"),
     ("d2h", "store"),
-    ("fetch", "fetch"),
     ("peers", "ranks"),
     ("copy", "copies"),
     ("cpu", "CPU AdamW"),

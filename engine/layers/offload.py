@@ -10,7 +10,7 @@ nothing of the layer but its input is on the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,11 +119,17 @@ class Offloaded:
         saved: torch.Tensor = packed
         return saved
 
-    def copies(self, slab: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(piece on the device, its place in the host `slab`) pairs, bytes."""
-        return [
-            (piece, slab[place]) for piece, place in zip(self._pieces, self._places, strict=True)
-        ]
+    def copies(
+        self, slab: torch.Tensor, part: int = 0, parts: int = 1
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(piece on the device, its place in the host `slab`) pairs, bytes: what of them lies in
+        one of equal parts of the slab."""
+        length = -(-self.num_bytes // parts)
+        for piece, place in zip(self._pieces, self._places, strict=True):
+            start = max(place.start, part * length)
+            end = min(place.stop, (part + 1) * length)
+            if start < end:
+                yield piece[start - place.start : end - place.start], slab[start:end]
 
     def drop(self) -> None:
         """Give up the device memory."""
@@ -164,9 +170,3 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 def storages(values: Sequence[torch.Tensor]) -> set[int]:
     """What tells the storages of tensors apart."""
     return {value.untyped_storage().data_ptr() for value in values}
-
-
-def copy_in_pieces(target: torch.Tensor, source: torch.Tensor, piece: int) -> None:
-    """Copy bytes in pieces, so that another stream's transfers find their turn between them."""
-    for start in range(0, source.numel(), piece):
-        target[start : start + piece].copy_(source[start : start + piece], non_blocking=True)

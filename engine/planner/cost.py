@@ -70,7 +70,7 @@ class Cost:
             case Kind.EVICT:
                 return self._waiting_bytes(op.block) * self._evict_s
             case Kind.FETCH:
-                return self._waiting_bytes(op.block) / rates.h2d_bytes
+                return self._waiting_bytes(op.block) / op.part[1] / rates.h2d_bytes
             case Kind.FORWARD:
                 return self._forward(layout.num_params)
             case Kind.RECOMPUTE:

@@ -9,7 +9,7 @@ import pytest
 
 from engine.__main__ import drawing
 from engine.blocks import Blocks, Fate
-from engine.step import Kind, Op, operations
+from engine.step import H2D, PARTS, Kind, Op, operations
 
 
 def unroll(ops: tuple[Op, ...], num_steps: int = 3) -> list[tuple[Op, list[int]]]:
@@ -288,7 +288,7 @@ def test_offloaded_layers_are_spread_evenly_and_never_recomputed(share):
     gaps = [after - before for before, after in itertools.pairwise([*offloaded, 7])]
     assert max(gaps, default=0) - min(gaps, default=0) <= 1
     ops = operations(blocks)
-    for kind in (Kind.EVICT, Kind.DROP, Kind.STAGE, Kind.FETCH):
+    for kind in (Kind.EVICT, Kind.DROP, Kind.STAGE):
         assert sorted(op.block for op in ops if op.kind is kind) == offloaded
     recomputed = [op.block for op in ops if op.kind is Kind.BACKWARD and op.fate is Fate.RECOMPUTED]
     assert recomputed == [i for i in range(6, 0, -1) if i not in offloaded]
@@ -304,6 +304,28 @@ def test_activations_come_back_only_into_what_others_gave_up(keep, offload):
         elif op.kind is Kind.BACKWARD and op.fate is not Fate.RECOMPUTED:
             held -= 1
         assert 0 <= held <= most, op
+
+
+@pytest.mark.parametrize("num_layers", range(1, 10))
+def test_all_parts_of_offloaded_activations_come_in_order_before_their_backward(num_layers):
+    for keep, offload in itertools.product(range(num_layers), range(1, num_layers + 1)):
+        blocks = Blocks(num_layers=num_layers, keep_activations=keep, offload_activations=offload)
+        come: dict[int, list[tuple[int, int]]] = {}
+        for op in operations(blocks):
+            if op.kind is Kind.FETCH:
+                come.setdefault(op.block, []).append(op.part)
+            elif op.kind is Kind.BACKWARD and op.fate is Fate.OFFLOADED:
+                assert come.pop(op.block) == [(part, PARTS) for part in range(PARTS)]
+        assert come == {}
+
+
+def test_between_two_loads_no_more_activations_come_back_than_must():
+    """3B on 80 GB: 26 layers kept and 5 offloaded. Whole, each would hold up the next weights."""
+    blocks = Blocks(num_layers=36, keep_activations=26, offload_activations=5, reload_weights=1)
+    lane = [op.kind for op in operations(blocks) if op.lane == H2D]
+    between = [len(list(run)) for kind, run in itertools.groupby(lane) if kind is Kind.FETCH]
+    assert max(between) == 2
+    assert sum(between) == 5 * PARTS
 
 
 @pytest.mark.parametrize(("interval", "recomputes"), [(1, 0), (2, 3), (3, 4), (6, 5), (9, 5)])
