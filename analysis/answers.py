@@ -46,7 +46,10 @@ def _comparison(study: Study, ready: pd.DataFrame) -> str:
     ranked = ready[own] if own.any() else ready
     best, base = speeds.fastest(ranked), tables.base_of(study, ready)
     if base is None or base.name == best.name:
-        return f"{names.name(best)} is the fastest, at {best['tokens_per_s']:,.0f} tokens/s."
+        speed, predicted = f"{best['tokens_per_s']:,.0f} tokens/s", best["predicted_window"]
+        if len(ready) > 1 or pd.isna(predicted):
+            return f"{names.name(best)} is the fastest, at {speed}."
+        return f"{names.name(best)} reaches {speed}, where {predicted:,.0f} were predicted."
     known = _known(speeds.ratio(best, base))
     told = f"{names.name(best)} is {known} as fast as {names.name(base)}."
     steady = best["steady_tokens_per_s"] / base["steady_tokens_per_s"]

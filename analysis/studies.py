@@ -69,9 +69,11 @@ def listed(path: Path = PATH) -> dict[str, Study]:
 
 
 def assigned(found: pd.DataFrame) -> pd.DataFrame:
-    """The frame with the `study` of every row: its experiment, where no other names it."""
+    """The frame with the `study` of every row: its experiment, where no other names that or the
+    row's run of it."""
     owners = {name: one.name for one in listed().values() for name in one.experiments}
-    return found.assign(study=found["experiment"].replace(owners))
+    of_run = (found["experiment"] + "@" + found["run"]).map(owners)
+    return found.assign(study=of_run.fillna(found["experiment"].replace(owners)))
 
 
 def shown(lines: pd.DataFrame) -> Iterator[tuple[Study, pd.DataFrame]]:

@@ -113,15 +113,16 @@ def ratios(study: Study, lines: pd.DataFrame) -> pd.Series:
 
 def base_of(study: Study, lines: pd.DataFrame, line: Any = None) -> Any:
     """What a line is held against, or None. Systems: the fastest plain ZeRO-3, else the fastest
-    rival. Systems along x: the fastest ZeRO-3 at the same x. Where an effect is asked for: the line
-    at x = effect.from of the same hue. Other settings: the first. The rest is equal in both."""
+    rival, else training in memory. Systems along x: the fastest ZeRO-3 at the same x. Where an
+    effect is asked for: the line at x = effect.from of the same hue. Other settings: the first. The
+    rest is equal in both."""
     ready = lines[speeds.comparable(lines)]
     if line is not None:
         ready = alike(study, ready, line)
     if study.compares:
-        wanted = ready[ready["family"] == "zero3"]
-        ready = wanted if len(wanted) else ready[speeds.rivals(ready)]
-        return speeds.fastest(ready) if len(ready) else None
+        bases = [ready["family"] == "zero3", speeds.rivals(ready), ready["family"] == REFERENCE]
+        found = next((ready[one] for one in bases if one.any()), None)
+        return None if found is None else speeds.fastest(found)
     if study.hue == "system" and not study.effect:
         ready = ready[(ready[study.x] == line[study.x]) & (ready["family"] == "zero3")]
         return speeds.fastest(ready) if len(ready) else None

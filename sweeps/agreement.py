@@ -40,9 +40,9 @@ def compared(row: Row, rows: Sequence[Row], *, complete: bool = False) -> Row:
 
     The reference is REFERENCE, eager. STAND_IN, eager, takes its place where rows say that there is
     no room for it; where `rows` are `complete`, wherever it was not measured, and then also
-    compiled, STAND_IN_KEPT or, as a last resort, STAND_IN_ON_DISK. The latest of its rows counts,
-    of those on the fewest ranks the first of its repeats; its others are compared with that one
-    like any row.
+    compiled, STAND_IN_KEPT, REFERENCE compiled or, as a last resort, STAND_IN_ON_DISK. The latest
+    of its rows counts, of those on the fewest ranks the first of its repeats; its others are
+    compared with that one like any row.
     """
     if row.status != "ok" or row.system in ADAPTERS:
         return row
@@ -56,6 +56,7 @@ def compared(row: Row, rows: Sequence[Row], *, complete: bool = False) -> Row:
     kinds: list[tuple[str, str | None, bool]] = [(REFERENCE, None, False)]
     kinds += [(STAND_IN, None, False)] * (refused or complete)
     kinds += [(STAND_IN, None, True), (STAND_IN, STAND_IN_KEPT, True)] * complete
+    kinds += [(REFERENCE, None, True)] * complete
     kinds += [(STAND_IN_ON_DISK, None, False), (STAND_IN_ON_DISK, None, True)] * complete
     measured = [item for item in (row, *beside) if item.status == "ok" and _kind(item) in kinds]
     reference = min(

@@ -6,7 +6,6 @@ Invariant: the probe leaves nothing behind; what it allocated is free again when
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -53,9 +52,6 @@ class Rates:
     """Bytes from the device to pinned host memory."""
     device_bytes: float
     """Bytes of device memory read and written."""
-    evict_bytes: float = 0.0
-    """Bytes from the device to pinned host memory while the CPU's AdamW takes what it can of the
-    memory's bandwidth; 0 where that was not looked at."""
     peer_bytes: float = 0.0
     """Bytes that each of several devices gets from the others; 0 where one alone was looked at."""
     disk_read_bytes: float = 0.0
@@ -104,16 +100,14 @@ def _probe(device: torch.device, num_threads: int, pinned: bool, use_native: boo
     # Not the fastest, nor the median: a run meets whatever else the machine does, and its step
     # takes what updates take in the mean.
     adamw, first, second = (PROBE_NUMEL / statistics.mean(times) for times in seconds)
-    out = whole(lambda: host.copy_(here, non_blocking=True))
     return Rates(
         matmul_flops=2 * PROBE_SIZE**3 / _fastest(whole(lambda: torch.matmul(a, a))),
         adamw_params=adamw,
         weights_params=first,
         moments_params=second,
         h2d_bytes=PROBE_BYTES / _fastest(whole(lambda: here.copy_(host, non_blocking=True))),
-        d2h_bytes=PROBE_BYTES / _fastest(out),
+        d2h_bytes=PROBE_BYTES / _fastest(whole(lambda: host.copy_(here, non_blocking=True))),
         device_bytes=2 * PROBE_BYTES / _fastest(whole(lambda: there.copy_(here))),
-        evict_bytes=PROBE_BYTES / _beside(partial(update, taken=Pass.WEIGHTS), out),
     )
 
 
@@ -156,27 +150,6 @@ def peer_rate(device: torch.device, ranks: Ranks) -> float:
 
     received = PROBE_BYTES * (ranks.count - 1) / ranks.count if ranks.joined else PROBE_BYTES
     return received / _fastest(once)
-
-
-def _beside(other: Callable[[], object], work: Callable[[], object]) -> float:
-    """Seconds of `work`, in the mean, while another thread does `other` again and again."""
-    stop, first = threading.Event(), threading.Event()
-
-    def again() -> None:
-        while not stop.is_set():
-            other()
-            first.set()
-
-    with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(again)
-        try:
-            while not first.wait(timeout=0.1) and not running.done():
-                pass
-            (seconds,) = _in_turns([work], UPDATE_ROUNDS)
-        finally:
-            stop.set()
-        running.result()
-    return statistics.mean(seconds)
 
 
 def _fastest(work: Callable[[], object]) -> float:

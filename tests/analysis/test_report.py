@@ -634,3 +634,27 @@ def test_what_lies_on_disk_is_told_where_some_does_with_the_speed_that_was_plann
     assert float(ours["predicted tokens/s"]) == pytest.approx(float(ours["tokens/s"]), rel=0.15)
     study, mine = told["vs_zero3_14b"]
     assert "disk GB" not in tables.of(study, mine)
+
+
+def test_one_run_of_an_experiment_can_be_another_study_s() -> None:
+    found = framed([row("megatrain", [1.0], experiment="tier")])
+    assert list(studies.assigned(found)["study"]) == ["tier"]
+    (run,) = (one.partition("@")[2] for one in studies.listed()["larger"].experiments if "@" in one)
+    assert list(studies.assigned(found.assign(run=run))["study"]) == ["larger"]
+
+
+def test_without_a_rival_the_engine_is_held_against_training_in_memory() -> None:
+    made = [row("in_memory", [1.5] * 3), row("megatrain", [1.0] * 3, agrees=True)]
+    ((study, found),) = report.sections(framed(made))
+    assert answers.answer(study, found).startswith("MegaTrain is 1.50x")
+    assert "as fast as in memory" in answers.answer(study, found)
+    assert "vs in memory" in tables.of(study, found)
+
+
+def test_one_system_alone_is_held_against_what_was_predicted() -> None:
+    told = {study.name: (study, mine) for study, mine in studies.shown(record.lines())}
+    study, mine = told["larger"]
+    table = tables.of(study, studies.leading(study, mine))
+    predicted, measured = table["predicted tokens/s"].iloc[0], table["tokens/s"].iloc[0]
+    expected = f"MegaTrain fast reaches {measured} tokens/s, where {predicted} were predicted."
+    assert answers.answer(study, mine) == expected

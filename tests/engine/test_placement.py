@@ -2,7 +2,6 @@
 against brute force."""
 
 import itertools
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +10,15 @@ import torch
 
 from engine.blocks import Blocks, Fate
 from engine.config import AUTO, PLACED
-from engine.kernel import KernelError
 from engine.layout import Layout, pack
-from engine.planner import rates as probing
-from engine.planner.cost import ADAMW_SHARE, LAYER_EFFICIENCY, UPDATE_BYTES, WEIGHTS_BYTES, Cost
+from engine.planner.cost import (
+    ADAMW_SHARE,
+    EVICT_SHARE,
+    LAYER_EFFICIENCY,
+    UPDATE_BYTES,
+    WEIGHTS_BYTES,
+    Cost,
+)
 from engine.planner.placement import EQUAL, RESIDENT, checkpoint_interval, choose, fewest_on_disk
 from engine.planner.rates import Rates
 from engine.sizes import StoreSpec, Widths, Work, device_bytes
@@ -213,55 +217,20 @@ def test_an_idle_link_takes_activations_and_a_slow_one_none():
     assert 0 < found.offload_activations < 4
 
 
-def test_activations_leave_more_slowly_beside_the_optimizer_and_fewer_are_sent() -> None:
-    """As long as the CPU has updates: 10 blocks take it 0.2 s, a forward 0.08."""
-    auto = replace(BLOCKS, offload_activations=AUTO, late_moments=False, evict_visits=4)
-
-    def offloaded(evict_bytes: float, *, on_device: int = 0) -> int:
-        rates = replace(RATES, d2h_bytes=1e6 / 0.002, evict_bytes=evict_bytes)
-        found = choose(
-            replace(auto, device_optimizer=on_device),
-            fits=lambda p: True,
-            device_bytes=bytes_of,
-            step_s=lambda p: step_s(p, rates),
-        )
-        return found.offload_activations
-
-    slow = 1e6 / 0.040
-    assert offloaded(0.0) == offloaded(1e6 / 0.002) == 8
-    assert 0 < offloaded(slow) < 8
-    assert offloaded(slow, on_device=10) == 8  # there is nothing to update on the CPU
+def test_an_eviction_takes_longer_than_the_probed_copy() -> None:
+    rates = replace(RATES, d2h_bytes=1e6 / 0.002)
+    blocks = replace(BLOCKS, offload_activations=2)
+    cost = cost_of(blocks, rates)
+    assert cost.evict_s == pytest.approx(0.002 / EVICT_SHARE)
+    evictions = [op for op in operations(blocks) if op.kind is Kind.EVICT]
+    assert [cost.seconds(op) for op in evictions] == [cost.evict_s] * 2
 
 
-@pytest.mark.parametrize(("num_hosted", "share"), [(0, 0.0), (2, 0.5), (4, 1.0), (10, 1.0)])
-def test_an_eviction_is_slowed_down_for_as_long_as_there_are_updates(
-    num_hosted: int, share: float
-) -> None:
-    rates = replace(RATES, d2h_bytes=1e6 / 0.002, evict_bytes=1e6 / 0.010)
-    blocks = replace(BLOCKS, device_optimizer=10 - num_hosted, late_moments=False)
-    assert cost_of(blocks, rates).evict_s == pytest.approx(0.002 + share * 0.008)
-    serial = replace(blocks, optimizer_overlap=False)
-    assert cost_of(serial, rates).evict_s == pytest.approx(0.002)
-
-
-def test_the_probe_times_work_beside_other_work_that_goes_on_throughout() -> None:
-    done: list[int] = []
-
-    def work() -> None:
-        seen = len(done)
-        while len(done) < seen + 3:
-            time.sleep(1e-4)
-
-    assert probing._beside(lambda: (done.append(1), time.sleep(2e-3)), work) > 4e-3
-    ended = len(done)
-    time.sleep(0.02)
-    assert len(done) == ended
-
-    def fails() -> None:
-        raise KernelError("no compiler")
-
-    with pytest.raises(KernelError, match="no compiler"):
-        probing._beside(fails, lambda: None)
+def test_the_parts_of_a_fetch_take_as_long_as_the_whole() -> None:
+    blocks = replace(BLOCKS, offload_activations=2)
+    cost = cost_of(blocks, replace(RATES, h2d_bytes=1e6 / 0.003))
+    fetches = [op for op in operations(blocks) if op.kind is Kind.FETCH]
+    assert sum(map(cost.seconds, fetches)) == pytest.approx(2 * 0.003)
 
 
 @pytest.mark.parametrize(("load_s", "reload"), [(1e-6, 1), (0.050, 0)])

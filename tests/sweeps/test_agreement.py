@@ -115,6 +115,15 @@ def test_with_its_state_on_disk_it_stands_in_where_nothing_else_was_measured() -
     assert compared(MINE, [on_disk, EAGER], complete=True).agrees is False
 
 
+def test_training_in_memory_compiled_stands_in_where_no_eager_one_was_measured() -> None:
+    fits = row("in_memory", 1.002, compile=True)
+    assert both_ways(MINE, [fits]) == (None, True)
+    assert compared(fits, [fits], complete=True).max_loss_difference == 0.0
+    far = row("in_memory", 1.5, compile=True)
+    assert compared(MINE, [far, EAGER], complete=True).agrees is False  # ZeRO-3 comes first
+    assert compared(far, [far, row("zero_infinity", 1.0)], complete=True).agrees is True
+
+
 def test_of_its_repeats_the_first_is_the_reference_for_the_others_too() -> None:
     again = row("zero3", 1.005, repeat=2)
     assert compared(EAGER, [NO_ROOM, EAGER, again]).max_loss_difference == 0.0
