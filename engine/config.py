@@ -46,8 +46,8 @@ class EngineConfig:
     """Device slots for layer weights and slabs for layer gradients: 1 serial, 2 double-buffered,
     more to ride out jitter."""
     streams: int = 3
-    """CUDA streams: 1 all work in order, 2 compute and copies, 3 compute, loads and stores (and
-    fetched activations)."""
+    """CUDA streams: 1 all work in order, 2 compute and copies, 3 compute, loads (and fetched
+    activations) and stores."""
     checkpoint_interval: int = 1
     """Keep every K-th layer's input; 1 recomputes each layer once, more saves memory for one extra
     forward; -1: the smallest that there is room for."""
