@@ -193,16 +193,16 @@ def _memory(lines: pd.DataFrame) -> dict[str, pd.Series]:
 
 
 def _disk(lines: pd.DataFrame) -> dict[str, pd.Series]:
-    """Where some line has state on disk: how much, what the drives were probed to do each way at
-    once, and the speed that was predicted of it."""
-    if not lines["disk_gb"].notna().any():
-        return {}
-    told = lines["predicted_window"].where(lines["disk_gb"].notna())
-    return {
-        "disk GB": _text(lines["disk_gb"], ".0f"),
-        "drive GB/s": _text(lines["drive_gb_s"], ".2f"),
-        "predicted tokens/s": _text(told, ",.0f"),
-    }
+    """Where some line has state on disk: how much, and what the drives were probed to do each way
+    at once; and the speed that was predicted of it, or of what has no room."""
+    on_disk, shown = lines["disk_gb"].notna() & lines["tokens_per_s"].notna(), {}
+    if on_disk.any():
+        shown["disk GB"] = _text(lines["disk_gb"].where(on_disk), ".0f")
+        shown["drive GB/s"] = _text(lines["drive_gb_s"].where(on_disk), ".2f")
+    told = lines["predicted_window"].where(on_disk | lines["tokens_per_s"].isna())
+    if told.notna().any():
+        shown["predicted tokens/s"] = _text(told, ",.0f")
+    return shown
 
 
 def _states(lines: pd.DataFrame) -> dict[str, pd.Series]:
