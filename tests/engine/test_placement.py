@@ -11,6 +11,7 @@ import torch
 from engine.blocks import Blocks, Fate
 from engine.config import AUTO, PLACED
 from engine.layout import Layout, pack
+from engine.planner import rates as probing
 from engine.planner.cost import (
     ADAMW_SHARE,
     EVICT_SHARE,
@@ -383,3 +384,13 @@ def test_what_is_fetched_before_the_loss_is_planned_beside_the_logits(kept, besi
         for number in (0, 2)
     )
     assert offloaded["activations"] - plain["activations"] == beside * wide.moved_bytes
+
+
+def test_a_link_that_is_slow_at_first_is_probed_until_it_is_not() -> None:
+    done: list[int] = []
+
+    def copy() -> None:
+        done.append(1)
+        time.sleep(0.02 if len(done) <= probing.COPY_ROUNDS + 1 else 0.001)
+
+    assert probing._fastest(copy) < 0.01
