@@ -2,6 +2,7 @@
 against brute force."""
 
 import itertools
+import time
 from dataclasses import replace
 from typing import Any
 
