@@ -53,6 +53,7 @@ class DeepSpeed(Rival):
         super().__init__(spec)
         require_deepspeed()
         self._engine: Any = None
+        self._adam: Any = None
         self._outcome = NOT_TAKEN
 
     @property
@@ -103,7 +104,7 @@ class DeepSpeed(Rival):
 
     def _optimizer(self, deepspeed: Any) -> dict[str, Any]:
         """What `deepspeed.initialize` gets to optimize with; builds the CPU operator."""
-        optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(
+        self._adam = optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(
             adamw_groups(
                 self.spec.recipe, [param for _, param in self._named if param.requires_grad]
             ),
@@ -212,6 +213,21 @@ class DeepSpeed(Rival):
             str(directory), tag=TAG, load_lr_scheduler_states=False
         )
         self._step = state["step"]
+        self._count_steps()
+
+    def _count_steps(self) -> None:
+        """Have the CPU's AdamW go through the steps that were taken, on one element of its own.
+
+        It keeps the powers of both betas as running products, and takes `pow` where a step does not
+        follow the last one: that rounds otherwise, after 2, 5 or 18 steps for one (IncrementStep of
+        csrc/includes/cpu_adam.h, DeepSpeed 0.19.8).
+        """
+        if self._adam is None:  # DeepSpeed made its own
+            return
+        recipe, one = self.spec.recipe, [torch.zeros(1) for _ in range(4)]
+        settings = (recipe.lr, recipe.beta1, recipe.beta2, recipe.eps, recipe.weight_decay, True)
+        for step in range(1, self._step + 1):
+            self._adam.ds_opt_adam.adam_update(self._adam.opt_id, step, *settings, *one)
 
     def close(self) -> None:
         """Release pinned memory and the process group; idempotent."""

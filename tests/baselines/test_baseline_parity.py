@@ -425,22 +425,21 @@ def test_what_fsdp2_keeps_on_the_device_does_not_change_the_losses(option):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_resume_continues_where_save_was_called(name, dtype, tmp_path):
+    """Bit for bit. After 5 steps the powers of the betas round otherwise as products than by pow,
+    which the CPU's AdamW of DeepSpeed alone would take then."""
     spec = make_spec(dtype, 2)
     directory = tmp_path / "checkpoints" / "last"
     with running(name, spec) as system:
-        train(system, spec, range(4))
+        train(system, spec, range(5))
         system.save(directory)
-        expected, expected_params = train(system, spec, range(4, 7)), dict(system.parameters())
+        expected, expected_params = train(system, spec, range(5, 8)), dict(system.parameters())
     assert [path.name for path in directory.parent.iterdir()] == ["last"]
     with running(name, spec, initial_weights(spec.model, 1, dtype, CPU)) as system:
         system.resume(directory)
-        losses, params = train(system, spec, range(4, 7)), dict(system.parameters())
-    tolerance = 0.0 if name in ("in_memory", "megatrain") else 1e-6
-    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) <= tolerance
-    assert (
-        max((params[key] - value).abs().max().item() for key, value in expected_params.items())
-        <= tolerance
-    )
+        losses, params = train(system, spec, range(5, 8)), dict(system.parameters())
+    assert losses == expected
+    for key, value in expected_params.items():
+        assert torch.equal(params[key], value), key
 
 
 def train_two(system, spec: SystemSpec) -> None:
