@@ -25,6 +25,8 @@ from sweeps.memory import host_bytes, nvml_device
 PACKAGES = ("torch", "transformers", "deepspeed", "torchao", "hydra-core", "wandb", "numpy")
 ROOT = Path(__file__).resolve().parent.parent
 """The checkout."""
+CODE = ("baselines", "conf", "engine", "sweeps")
+"""Folders in which a file that git does not know may be what a row is of."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """Random, made anew by the kernel at every start."""
 
@@ -137,7 +139,8 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """Commit of this very checkout, with `-dirty` where tracked files differ from it.
+    """Commit of this very checkout, with `-dirty` where tracked files differ from it, or code or a
+    config of CODE is not of it.
 
     No variable of git's chooses another repository, and none that the checkout lies in stands
     for it. Where the tree was copied without its history, MEGATRAIN_GIT_COMMIT says which it is;
@@ -146,7 +149,9 @@ def git_commit() -> str | None:
     commit = _git("rev-parse", "HEAD") or os.environ.get("MEGATRAIN_GIT_COMMIT")
     if not commit:
         return None
-    return commit + ("-dirty" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    changed = _git("status", "--porcelain", "--untracked-files=no")
+    new = _git("status", "--porcelain", "--untracked-files=all", "--", *CODE)
+    return commit + ("-dirty" if changed or new else "")
 
 
 def _git(*arguments: str) -> str | None:

@@ -39,6 +39,17 @@ def test_variables_of_git_choose_no_commit(checkout, tmp_path, monkeypatch):
     assert environment.git_commit() == f"{mine}-dirty"
 
 
+@pytest.mark.parametrize("path", ["baselines/mine.py", "conf/system/mine.yaml"])
+def test_a_system_that_git_does_not_know_is_of_no_clean_checkout(path, checkout):
+    mine = repository(checkout)
+    (checkout / "outputs").mkdir()
+    (checkout / "outputs" / "rows.jsonl").write_text("{}")
+    assert environment.git_commit() == mine
+    (checkout / path).parent.mkdir(parents=True)
+    (checkout / path).write_text("name: mine")
+    assert environment.git_commit() == f"{mine}-dirty"
+
+
 def test_a_checkout_without_history_has_no_commit_whatever_it_lies_in(checkout, monkeypatch):
     repository(checkout.parent)
     assert environment.git_commit() is None
