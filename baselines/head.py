@@ -83,16 +83,18 @@ Found = tuple[torch.Tensor, list[torch.Tensor | None]]
 """A loss, and its gradient for each input."""
 
 
-class _Differentiated(torch.autograd.Function):
+class Differentiated(torch.autograd.Function):
     """A loss whose gradients were found together with it; the backward hands them out, once."""
 
     @staticmethod
     def forward(ctx: Any, find: Callable[[], Found], *inputs: torch.Tensor) -> torch.Tensor:
+        """The loss that `find` finds, with its gradient for each of `inputs`."""
         loss, ctx.gradients = find()
         return loss
 
     @staticmethod
     def backward(ctx: Any, *given: torch.Tensor) -> Any:
+        """Those gradients, times the loss's own."""
         found = ctx.__dict__.pop("gradients")
         return None, *(None if one is None else one.mul_(given[0]) for one in found)
 
@@ -143,7 +145,7 @@ class Head:
         def find() -> Found:
             return self._found(hidden, labels, num_tokens, trained)
 
-        loss: torch.Tensor = _Differentiated.apply(find, hidden, *trained)  # type: ignore[no-untyped-call]
+        loss: torch.Tensor = Differentiated.apply(find, hidden, *trained)  # type: ignore[no-untyped-call]
         return loss
 
     def _found(

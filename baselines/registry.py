@@ -26,6 +26,7 @@ REGISTRY: dict[str, str] = {
     "zero_infinity": "baselines.deepspeed.infinity:ZeroInfinity",
     "fsdp2": "baselines.fsdp2:Fsdp2",
     "torchao_offload": "baselines.torchao_offload:TorchaoOffload",
+    "roundpipe": "baselines.roundpipe:RoundPipe",
     "lora": "baselines.lora:Lora",
     "qlora": "baselines.lora:QLora",
     "published_megatrain": "baselines.published_megatrain:PublishedMegaTrain",

@@ -34,7 +34,7 @@ from tests.baselines.test_systems import QWEN_14B, without
 
 pytestmark = pytest.mark.slow
 
-CUDA_ONLY = ["superoffload", "torchao_offload", "published_megatrain"]
+CUDA_ONLY = ["superoffload", "torchao_offload", "roundpipe", "published_megatrain"]
 
 
 def make_spec(config=TINY, device="cuda", clip_norm=1.0, micro_batches=1, **options) -> SystemSpec:
@@ -199,6 +199,49 @@ def test_torchao_is_told_to_be_missing_in_one_line(monkeypatch):
     without(monkeypatch, module="torchao")
     with pytest.raises(Unsupported, match=r"^torchao is not installed; pip install [^\n]*$"):
         build("torchao_offload", make_spec())
+
+
+def test_roundpipe_is_told_to_be_missing_in_one_line(monkeypatch):
+    without(monkeypatch, module="roundpipe")
+    with pytest.raises(Unsupported, match=r"^roundpipe is not installed; pip install [^\n]*$"):
+        build("roundpipe", make_spec())
+
+
+@pytest.fixture
+def with_roundpipe(monkeypatch):
+    """Its plan and what it refuses need nothing of it."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"compile": True}, r"^system\.compile: got True, allowed False with RoundPipe"),
+        ({"keep_activations": -1}, r"^system\.keep_activations: got -1, allowed 0 with RoundPipe"),
+        ({"pinned": "none"}, r"^system\.pinned: got 'none', allowed alloc or register"),
+    ],
+)
+def test_what_roundpipe_cannot_be_asked_is_one_line(options, told, with_roundpipe):
+    with pytest.raises(ValueError, match=told):
+        build("roundpipe", make_spec(**options))
+
+
+def test_roundpipe_takes_models_that_attend_to_all_before_them(with_roundpipe):
+    windowed = {**TINY, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    with pytest.raises(Unsupported, match=r"got qwen2 of full_attention, sliding_attention"):
+        build("roundpipe", make_spec(config=windowed))
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_roundpipe_plans_twenty_bytes_a_parameter_and_says_when_it_is_late(stale, with_roundpipe):
+    system = build("roundpipe", make_spec(config=QWEN_14B, stale=stale))
+    plan, total = system.plan(), num_params(system.spec.model)
+    held = [plan.host[kind] for kind in ("weights", "master", "moments", "gradients")]
+    assert sum(held) == 20 * total
+    assert plan.device_bytes < 60e9
+    assert system.caveat == (
+        "its weights are one update behind, as RoundPipe's are by default" if stale else None
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

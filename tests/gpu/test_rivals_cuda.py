@@ -84,6 +84,7 @@ CASES = {
     "superoffload kept": ("superoffload", {"keep_activations": -1, "compile": True, **SMALL}, 0.0),
     "zero_infinity": ("zero_infinity", {"sub_group_size": 400_000}, 1.0),
     "torchao_offload": ("torchao_offload", {}, 0.0),
+    "roundpipe": ("roundpipe", {}, 1.0),
     "torchao_offload kept": ("torchao_offload", {"keep_activations": -1, "compile": True}, 0.0),
 }
 """System, options, clip_norm: settings under which it does what the recipe asks."""

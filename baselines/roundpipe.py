@@ -1,0 +1,309 @@
+"""RoundPipe: parameters and optimizer on the host, stages of layers round robin over the GPUs.
+
+RoundPipe gets the model as a sequence of its embedding, its layers and its head with the loss, as
+its own presets have it. Invariant: RoundPipe moves weights, activations and gradients and runs its
+own AdamW; an update is of the step's own gradients, clipped exactly, and in force before the next
+step, unless `stale` asks for RoundPipe's default, which the row then says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from baselines import footprint
+from baselines.head import Differentiated, Found, summed_cross_entropy
+from baselines.model import config_of, count_params, find_decoder, materialise
+from baselines.options import CommonOptions, one_of
+from baselines.rival import (
+    TorchRival,
+    adamw_groups,
+    adamw_settings,
+    raise_unless_finite,
+    require_cuda,
+    set_lr,
+)
+from baselines.system import SystemSpec, Unsupported
+from engine import Batch, Plan, dtype_name, pinned_rounding
+
+MODELS = ("llama", "qwen2", "qwen3")
+"""Types whose layers take a hidden state and its rotation, and attend to all before them."""
+LATE = "its weights are one update behind, as RoundPipe's are by default"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundPipeOptions(CommonOptions):
+    """Options of `RoundPipe`."""
+
+    stale: bool = False
+    """Update beside the next step, which then trains on weights one update old."""
+    pinned: str = one_of("alloc", "register")
+    """How the weights are pinned: by torch, which rounds each up to a power of two, or in place."""
+
+
+class _Embedding(nn.Module):
+    """From tokens to (hidden, cosines, sines, labels), which every layer hands on."""
+
+    def __init__(self, decoder: Any) -> None:
+        super().__init__()
+        self.embed_tokens, self.rotary_emb = decoder.embed_tokens, decoder.rotary_emb
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = self.embed_tokens(tokens)
+        places = torch.arange(tokens.shape[1], device=hidden.device)[None]
+        return hidden, *self.rotary_emb(hidden, places), labels
+
+
+class _Layer(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        hidden, cosines, sines, labels = given
+        found = self.layer(
+            hidden, attention_mask=None, position_embeddings=(cosines, sines), use_cache=False
+        )
+        return found, cosines, sines, labels
+
+
+class _Loss(nn.Module):
+    """From the last hidden state to the loss, chunk by chunk as `baselines.head`."""
+
+    num_tokens = 1
+    """Label tokens of the step."""
+
+    def __init__(self, norm: nn.Module, head: nn.Module, chunk: int) -> None:
+        super().__init__()
+        self.norm, self.head, self.chunk = norm, head, chunk
+
+    def forward(self, given: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        hidden, _, _, labels = given
+        hidden, labels = self.norm(hidden).flatten(0, 1), labels.flatten()
+        weight: Any = self.head.weight
+        if not torch.is_grad_enabled():
+            return self._found(hidden, weight, labels, differentiate=False)[0]
+
+        def find() -> Found:
+            return self._found(hidden, weight, labels, differentiate=True)
+
+        loss: torch.Tensor = Differentiated.apply(find, hidden, weight)  # type: ignore[no-untyped-call]
+        return loss
+
+    def _found(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        *,
+        differentiate: bool,
+    ) -> Found:
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        of_hidden = torch.empty_like(hidden) if differentiate else hidden
+        of_weight = torch.zeros_like(weight) if differentiate else weight
+        for start in range(0, len(labels), self.chunk):
+            part = slice(start, start + self.chunk)
+            piece = hidden[part].detach().requires_grad_(differentiate)
+            with torch.set_grad_enabled(differentiate):
+                logits = nn.functional.linear(piece, weight)
+                loss = summed_cross_entropy(logits, labels[part]) / self.num_tokens
+                del logits
+            total += loss.detach()
+            if differentiate:
+                of_hidden[part], found = torch.autograd.grad(loss, [piece, weight])
+                of_weight += found
+        return total, [of_hidden, of_weight]
+
+
+class RoundPipe(TorchRival):
+    """RoundPipe 0.1 on one GPU. Raises Unsupported where it is missing or cannot run the model."""
+
+    options_class: ClassVar[type[CommonOptions]] = RoundPipeOptions
+    options: RoundPipeOptions
+
+    def __init__(self, spec: SystemSpec) -> None:
+        super().__init__(spec)
+        require_cuda(spec.device, "RoundPipe")
+        if importlib.util.find_spec("roundpipe") is None:
+            raise Unsupported(
+                "roundpipe is not installed; pip install 'roundpipe==0.1.1', or "
+                "megatrain-bench[roundpipe]"
+            )
+        for name, only in (("keep_activations", 0), ("compile", False)):
+            if (got := getattr(self.options, name)) != only:
+                raise ValueError(
+                    f"system.{name}: got {got}, allowed {only} with RoundPipe, which recomputes "
+                    "whole stages of its own copies of layers; leave it out"
+                )
+        config = config_of(spec.model)
+        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+        if spec.model.model_type not in MODELS or kinds != {"full_attention"}:
+            raise Unsupported(
+                f"model: got {spec.model.model_type} of {', '.join(sorted(kinds))}, allowed "
+                f"{', '.join(MODELS)} of full_attention with RoundPipe here; choose another model"
+            )
+        if spec.packed:
+            raise Unsupported("RoundPipe takes no packed documents here; set data.packing=false")
+        self.caveat = LATE if self.options.stale else None
+        self._model: Any = None
+
+    @property
+    def _num_parts(self) -> int:
+        """Micro-batches of its pipeline: at least two, where there are as many sequences."""
+        return min(self.spec.shape.batch_size, max(2, self.spec.shape.num_micro_batches))
+
+    def plan(self) -> Plan:
+        """Closed-form bytes. A stage has as many layers as take the time of the head, and two of
+        them are on the device, with their gradients."""
+        spec, count = self.spec, count_params(self.spec.model)
+        total, itemsize, mixed = count.total, spec.dtype.itemsize, spec.dtype.itemsize < 4
+        shape = dataclasses.replace(spec.shape, num_micro_batches=self._num_parts)
+        stage = min(count.num_layers, max(1, round(1.1 * count.largest / count.largest_layer)))
+        kept = dataclasses.replace(self.options, keep_activations=stage)
+        held = max(count.largest, stage * count.largest_layer)
+        device = {
+            "weights": 2 * itemsize * held,
+            "gradients": itemsize * held,
+            **footprint.activation_bytes(dataclasses.replace(spec, shape=shape), kept),
+        }
+        tokens = spec.shape.num_tokens * config_of(spec.model).hidden_size
+        pinned = [itemsize * size for size in footprint.parameter_sizes(spec.model)]
+        copies = 2 if self.options.pinned == "alloc" else 1  # gradients always are
+        host = {
+            "weights": itemsize * total,
+            "master": 4 * total,
+            "moments": 8 * total,
+            "gradients": (itemsize + (4 if mixed else 0)) * total,
+            "checkpoints": itemsize * tokens * (2 + count.num_layers // stage),
+            "staging": copies * sum(map(pinned_rounding, pinned)),
+        }
+        return footprint.plan_on(spec.device, device, host)
+
+    def dtypes(self) -> dict[str, str]:
+        """Gradients are accumulated in the compute dtype."""
+        return super().dtypes() | {"gradients": dtype_name(self.spec.dtype)}
+
+    def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Build the sequence, pin it and make the fp32 masters and the optimizer."""
+        import roundpipe
+        from roundpipe.attribute import ParamAttribute
+        from roundpipe.optim import Adam
+
+        spec = self.spec
+        model: Any = materialise(spec.model, spec.dtype, torch.device("cpu"), weights)
+        path, layers = find_decoder(model)
+        decoder = model.get_submodule(path.rpartition(".")[0])
+        self._loss = _Loss(decoder.norm, model.get_output_embeddings(), self.options.loss_chunk)
+        parts = nn.Sequential(_Embedding(decoder), *map(_Layer, layers), self._loss)
+        config = roundpipe.RoundPipeRunConfig(
+            num_microbatch=self._num_parts, preserve_rng_state=False
+        )
+        self._whole = roundpipe.RoundPipeRunConfig(num_microbatch=1, requires_grad=False)
+        self._model = roundpipe.RoundPipe(
+            parts,
+            optim_dtype=torch.float32,
+            name="model",
+            model_run_config=config,
+            pin_model=self.options.pinned,
+        )
+        masters = list(self._model.optim_parameters())
+        self._named = [
+            (name, param, ParamAttribute.get(param).optim)
+            for name, param in model.named_parameters()
+        ]
+        settings = adamw_settings(spec.recipe) | {"decoupled_weight_decay": True}
+        self._optimizer = Adam(adamw_groups(spec.recipe, masters), **settings)
+        self._norm = torch.zeros(())
+
+    def train_step(self, batch: Batch) -> torch.Tensor:
+        """One optimizer step; RoundPipe returns the loss before the backward has ended."""
+        assert self._model is not None, "setup comes first"
+        if batch.attention_mask is not None or batch.position_ids is not None:
+            raise Unsupported("RoundPipe takes whole sequences here, without a mask or positions")
+        self._loss.num_tokens = batch.num_tokens
+        given = (batch.tokens.flatten(0, 1), batch.labels.flatten(0, 1))
+        loss: torch.Tensor = self._model.forward_backward(
+            input_args=given, loss_fn=lambda found, _: found
+        )
+        try:
+            raise_unless_finite(loss, "the loss", self._step)
+        except Exception:
+            self._forget()
+            raise
+        with self._optimizing():
+            set_lr(self._optimizer, self.spec.recipe.lr_at(self._step))
+            self._model.step(self._update, is_async=self.options.stale)
+            if not self.options.stale:
+                self.gradient_norm = self._norm
+                raise_unless_finite(self._norm, "the gradient norm", self._step)
+        return loss.detach()
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        """On RoundPipe's thread, once all gradients are beside their masters."""
+        masters = [master for _, _, master in self._named]
+        limit = self.spec.recipe.clip_norm or float("inf")
+        self._norm = nn.utils.clip_grad_norm_(masters, limit)
+        if torch.isfinite(self._norm):
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _forget(self) -> None:
+        """Drop the gradients of a step that is not taken."""
+        self._model.synchronize()
+        for _, param, _ in self._named:
+            param.grad = None
+
+    def evaluate(self, batch: Batch) -> torch.Tensor:
+        """Mean loss per label token of a batch that is not trained on; changes nothing."""
+        self._require_current("evaluate")
+        self.drain()
+        self._loss.num_tokens, total = batch.num_tokens, torch.zeros(())
+        with torch.no_grad():
+            for tokens, labels in zip(batch.tokens, batch.labels, strict=True):
+                total += self._model(tokens, labels, roundpipe_run_config=self._whole)
+        return total
+
+    def save(self, directory: Path) -> None:
+        """As every rival's; the state knows no weights that are behind it."""
+        self._require_current("save")
+        super().save(directory)
+
+    def _require_current(self, what: str) -> None:
+        if self.options.stale:
+            raise Unsupported(
+                f"{what}: the weights are one update behind; train with system.stale=false"
+            )
+
+    def drain(self) -> None:
+        """Wait for the last update."""
+        if self._model is not None:
+            self._model.optim_updated.wait()
+        super().drain()
+
+    def _held(self) -> Iterator[tuple[str, torch.Tensor, Mapping[str, torch.Tensor]]]:
+        self.drain()
+        for name, _, master in self._named:
+            yield name, master.detach(), self._optimizer.state[master]
+
+    def _hold(self, held: Mapping[str, tuple[torch.Tensor, Mapping[str, torch.Tensor]]]) -> None:
+        self.drain()
+        for name, param, own in self._named:
+            master, moments = held[name]
+            own.data.copy_(master)
+            self._optimizer.state[own] = {k: v.clone() for k, v in moments.items()}
+            param.data.copy_(own)
+
+    def close(self) -> None:
+        """Free device and pinned memory; idempotent. RoundPipe's threads end with the process."""
+        if self._model is not None:
+            self.drain()
+            self._model = None
+            del self._named, self._optimizer, self._loss
+        super().close()
