@@ -103,7 +103,7 @@ def children(pid: int) -> list[int]:
     [
         (["model=nope"], "model: got 'nope', allowed auto, checkpoint, dense-120b"),
         (["system=nope"], "system: got 'nope', allowed fsdp2, fsdp2_compiled, fsdp2_grad_op"),
-        (["+experiment=nope"], "experiment: got 'nope', allowed h200_"),
+        (["+experiment=nope"], "experiment: got 'nope', allowed fits, h200_"),
         (
             ["experiment=foo"],
             "with a plus; give +experiment=NAME, or choose a folder for a study of your own, "
