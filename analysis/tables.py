@@ -26,7 +26,8 @@ CPU_NOTE = "CPU speeds prove wiring and numerics; they say nothing about GPUs."
 
 
 def of(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
-    """The table of one run, with joules a token and the clock where rows know them."""
+    """The table of one run, with joules a token and the clock where rows know them; without columns
+    that say nothing."""
     if study.figure == "quality":
         shown = quality(lines)
     else:
@@ -35,7 +36,7 @@ def of(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
         shown["J/token"] = _text(lines["joules_per_token"], "#.3g")
         shown["GHz"] = _text(lines["sm_mhz"] / 1e3, ".2f")
         shown["held down by"] = lines["throttle_reasons"].map(names.throttled).replace("", NONE)
-    return shown
+    return shown.loc[:, shown.ne(NONE).any()]
 
 
 def comparison(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
