@@ -149,7 +149,7 @@ class RoundPipe(TorchRival):
                 f"{', '.join(MODELS)} of full_attention with RoundPipe here; choose another model"
             )
         if spec.packed:
-            raise Unsupported("RoundPipe takes no packed documents here; set data.packing=false")
+            raise Unsupported("RoundPipe takes no packed documents here; set data=stdlib")
         self.caveat = LATE if self.options.stale else None
         self._model: Any = None
 

@@ -3,6 +3,7 @@ refuse and in which words."""
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 import shutil
@@ -230,6 +231,11 @@ def test_roundpipe_takes_models_that_attend_to_all_before_them(with_roundpipe):
     windowed = {**TINY, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
     with pytest.raises(Unsupported, match=r"got qwen2 of full_attention, sliding_attention"):
         build("roundpipe", make_spec(config=windowed))
+
+
+def test_roundpipe_takes_no_packed_documents(with_roundpipe):
+    with pytest.raises(Unsupported, match=r"no packed documents here; set data=stdlib$"):
+        build("roundpipe", dataclasses.replace(make_spec(), packed=True))
 
 
 @pytest.mark.parametrize("stale", [False, True])
