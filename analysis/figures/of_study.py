@@ -25,9 +25,10 @@ Look = dict[str, Any]
 
 
 def drawable(study: Study, lines: pd.DataFrame) -> bool:
-    """Whether anything was measured that a figure could show: of lines along x, two points."""
+    """Whether anything was measured that a figure could show: two points of a line along x, two
+    systems of a comparison."""
     measured = studies.leading(study, lines)["tokens_per_s"].notna().sum()
-    return bool(measured > (study.figure == "lines"))
+    return bool(measured > (study.figure in ("lines", "comparison")))
 
 
 def draw(study: Study, lines: pd.DataFrame, beside: Iterable[pd.DataFrame] = ()) -> Figure:
