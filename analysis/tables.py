@@ -36,7 +36,7 @@ def of(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
         shown["J/token"] = _text(lines["joules_per_token"], "#.3g")
         shown["GHz"] = _text(lines["sm_mhz"] / 1e3, ".2f")
         shown["held down by"] = lines["throttle_reasons"].map(names.throttled).replace("", NONE)
-    return shown.loc[:, shown.ne(NONE).any()]
+    return shown[[name for name in shown if set(shown[name]) != {NONE}]]
 
 
 def comparison(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
