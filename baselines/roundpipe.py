@@ -219,11 +219,12 @@ class RoundPipe(TorchRival):
         ]
         settings = adamw_settings(spec.recipe) | {"decoupled_weight_decay": True}
         self._optimizer = Adam(adamw_groups(spec.recipe, masters), **settings)
-        self._norm = torch.zeros(())
+        self._norm, self._refused = torch.zeros(()), False
 
     def train_step(self, batch: Batch) -> torch.Tensor:
         """One optimizer step; RoundPipe returns the loss before the backward has ended."""
         assert self._model is not None, "setup comes first"
+        self._raise_if_refused()
         if batch.attention_mask is not None or batch.position_ids is not None:
             raise Unsupported("RoundPipe takes whole sequences here, without a mask or positions")
         self._loss.num_tokens = batch.num_tokens
@@ -241,7 +242,7 @@ class RoundPipe(TorchRival):
             self._model.step(self._update, is_async=self.options.stale)
             if not self.options.stale:
                 self.gradient_norm = self._norm
-                raise_unless_finite(self._norm, "the gradient norm", self._step)
+                self._raise_if_refused()
         return loss.detach()
 
     @torch.no_grad()
@@ -250,9 +251,16 @@ class RoundPipe(TorchRival):
         masters = [master for _, _, master in self._named]
         limit = self.spec.recipe.clip_norm or float("inf")
         self._norm = nn.utils.clip_grad_norm_(masters, limit)
-        if torch.isfinite(self._norm):
+        self._refused = not torch.isfinite(self._norm)
+        if not self._refused:
             self._optimizer.step()
         self._optimizer.zero_grad()
+
+    def _raise_if_refused(self) -> None:
+        """NonFiniteLossError, once, after an update that was not made."""
+        if self._refused:
+            self._refused = False
+            raise_unless_finite(self._norm, "the gradient norm", self._step)
 
     def _forget(self) -> None:
         """Drop the gradients of a step that is not taken."""
@@ -285,6 +293,7 @@ class RoundPipe(TorchRival):
         """Wait for the last update."""
         if self._model is not None:
             self._model.optim_updated.wait()
+            self._raise_if_refused()
         super().drain()
 
     def _held(self) -> Iterator[tuple[str, torch.Tensor, Mapping[str, torch.Tensor]]]:
@@ -303,7 +312,7 @@ class RoundPipe(TorchRival):
     def close(self) -> None:
         """Free device and pinned memory; idempotent. RoundPipe's threads end with the process."""
         if self._model is not None:
-            self.drain()
+            self._model.optim_updated.wait()
             self._model = None
             del self._named, self._optimizer, self._loss
         super().close()
