@@ -155,25 +155,40 @@ class Head:
         num_tokens: int | torch.Tensor,
         trained: Sequence[torch.Tensor] | None,
     ) -> Found:
-        """Without `trained`, no gradient. The last chunk first, as a backward would have it."""
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        of_hidden = torch.empty_like(hidden) if trained is not None else hidden
-        sums: list[torch.Tensor | None] = [None] * len(trained or ())
-        for start in reversed(range(0, len(labels), self._chunk)):
-            part = slice(start, start + self._chunk)
-            piece = hidden[part].detach().requires_grad_()
-            with torch.set_grad_enabled(trained is not None):
-                output = self._tail(inputs_embeds=piece[None], use_cache=False)
-                loss = self.summed(output.logits[0], labels[part]) / num_tokens
-                del output  # the logits go as soon as they were used
-            total += loss.detach()
-            if trained is None:
-                continue
-            found = torch.autograd.grad(loss, [piece, *trained], allow_unused=True)
-            of_hidden[part] = found[0]
-            sums = [_sum(*pair) for pair in zip(sums, found[1:], strict=True)]
-            del found  # as large as the head, it would be alive beside the next chunk's logits
-        return total, [of_hidden, *sums]
+        def summed(piece: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            output = self._tail(inputs_embeds=piece[None], use_cache=False)
+            return self.summed(output.logits[0], target)
+
+        return found_in_chunks(summed, hidden, labels, num_tokens, trained, self._chunk)
+
+
+def found_in_chunks(
+    summed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    num_tokens: int | torch.Tensor,
+    trained: Sequence[torch.Tensor] | None,
+    chunk: int,
+) -> Found:
+    """The loss, `summed` over chunks of hidden states and labels, and its gradients: of `hidden`
+    and of each of `trained`. Without `trained`, no gradient. The last chunk first, as a backward
+    would have it."""
+    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    of_hidden = torch.empty_like(hidden) if trained is not None else hidden
+    sums: list[torch.Tensor | None] = [None] * len(trained or ())
+    for start in reversed(range(0, len(labels), chunk)):
+        part = slice(start, start + chunk)
+        piece = hidden[part].detach().requires_grad_()
+        with torch.set_grad_enabled(trained is not None):  # logits go as soon as they were used
+            loss = summed(piece, labels[part]) / num_tokens
+        total += loss.detach()
+        if trained is None:
+            continue
+        found = torch.autograd.grad(loss, [piece, *trained], allow_unused=True)
+        of_hidden[part] = found[0]
+        sums = [_sum(*pair) for pair in zip(sums, found[1:], strict=True)]
+        del found  # as large as the head, it would be alive beside the next chunk's logits
+    return total, [of_hidden, *sums]
 
 
 def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from baselines import footprint
-from baselines.head import Differentiated, Found, summed_cross_entropy
+from baselines.head import Differentiated, Found, found_in_chunks, summed_cross_entropy
 from baselines.model import config_of, count_params, find_decoder, materialise
 from baselines.options import CommonOptions, one_of
 from baselines.rival import (
@@ -87,38 +87,17 @@ class _Loss(nn.Module):
         hidden, _, _, labels = given
         hidden, labels = self.norm(hidden).flatten(0, 1), labels.flatten()
         weight: Any = self.head.weight
+
+        def summed(piece: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return summed_cross_entropy(nn.functional.linear(piece, weight), target)
+
+        def find(trained: list[torch.Tensor] | None) -> Found:
+            return found_in_chunks(summed, hidden, labels, self.num_tokens, trained, self.chunk)
+
         if not torch.is_grad_enabled():
-            return self._found(hidden, weight, labels, differentiate=False)[0]
-
-        def find() -> Found:
-            return self._found(hidden, weight, labels, differentiate=True)
-
-        loss: torch.Tensor = Differentiated.apply(find, hidden, weight)  # type: ignore[no-untyped-call]
+            return find(None)[0]
+        loss: torch.Tensor = Differentiated.apply(lambda: find([weight]), hidden, weight)  # type: ignore[no-untyped-call]
         return loss
-
-    def _found(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        labels: torch.Tensor,
-        *,
-        differentiate: bool,
-    ) -> Found:
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        of_hidden = torch.empty_like(hidden) if differentiate else hidden
-        of_weight = torch.zeros_like(weight) if differentiate else weight
-        for start in range(0, len(labels), self.chunk):
-            part = slice(start, start + self.chunk)
-            piece = hidden[part].detach().requires_grad_(differentiate)
-            with torch.set_grad_enabled(differentiate):
-                logits = nn.functional.linear(piece, weight)
-                loss = summed_cross_entropy(logits, labels[part]) / self.num_tokens
-                del logits
-            total += loss.detach()
-            if differentiate:
-                of_hidden[part], found = torch.autograd.grad(loss, [piece, weight])
-                of_weight += found
-        return total, [of_hidden, of_weight]
 
 
 class RoundPipe(TorchRival):
