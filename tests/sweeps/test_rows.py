@@ -456,20 +456,23 @@ def test_a_large_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_report_that_fails_is_an_exit_code(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    cell = cell_in(tmp_path)
-    machine = environment.machine(cell.machine, None)
-    Rows().append(
-        cell.rows_path,
-        study.row_of(cell, Outcome(status="ok", events=[WINDOW]), started_at="", machine=machine),
+    cells = [cell_in(tmp_path), cell_in(tmp_path, "system=megatrain")]  # one alone has no picture
+    machine, outcome = (
+        environment.machine(cells[0].machine, None),
+        Outcome(status="ok", events=[WINDOW]),
     )
+    for one in cells:
+        row = study.row_of(one, outcome, started_at="", machine=machine)
+        Rows().append(one.rows_path, row)
     (tmp_path / "report.png").write_text("the last report's")
     session = Session(began=0.0)
-    session.cells = [cell]
+    session.cells = cells
     with no_file_beyond(20_000):
         assert session.finish(Command()) == 1
     assert (tmp_path / "report.png").read_text() == "the last report's"
     errors = capfd.readouterr().err.splitlines()
     assert any(line.startswith("error: ") and "report.png" in line for line in errors), errors
     assert (
-        f"report: not made; make it again with python -m analysis report {cell.rows_path}" in errors
+        f"report: not made; make it again with python -m analysis report {cells[0].rows_path}"
+        in errors
     )
