@@ -32,7 +32,8 @@ from sweeps.identity import (
     in_force,
     products_of,
 )
-from sweeps.result import DISK_RATES, RETRIED, Row, host_split, read_rows
+from sweeps.result import DISK_RATES, RETRIED, Row, host_split
+from sweeps.rowfile import read_rows
 from sweeps.runfile import Tagged
 
 GB = 1e9

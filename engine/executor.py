@@ -83,7 +83,10 @@ class Executor:
         where each lies, and whether it decays."""
         self._hyper: dict[bool, torch.Tensor] = {}
         """Of the step, for updates on the device, with decay and without; _decide makes it."""
-        self.handlers: dict[Kind, Handler] = {
+        self.handlers = self._handlers()
+
+    def _handlers(self) -> dict[Kind, Handler]:
+        return {
             Kind.LOAD: self._load,
             Kind.GATHER: self._gather,
             Kind.SCATTER: self._scatter,

@@ -26,7 +26,9 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from baselines.checkpoint_folder import spec_of
-from sweeps.config import Cell, Measure, build_group, cell_from, require, require_numactl
+from sweeps.checks import build_group, require
+from sweeps.config import Cell, cell_from
+from sweeps.groups import Measure, require_numactl
 from sweeps.identity import label
 
 CONF = Path(__file__).resolve().parent.parent / "conf"

@@ -22,7 +22,7 @@ import torch
 from baselines import distributed
 from baselines.system import TrainingSystem, Unsupported
 from engine import Batch, NonFiniteLossError
-from sweeps.config import Measure
+from sweeps.groups import Measure
 
 Emit = Callable[..., None]
 """emit(event, **fields): progress to whoever watches; must return at once."""
@@ -64,33 +64,44 @@ def measure(
         emit("phase", name="windows")
         first_step = spec.warmup_steps + window * spec.steps_per_window
         steps = [next(batches) for _ in range(spec.steps_per_window)]
-        num_tokens = sum(batch.num_tokens for batch in steps)
-        distributed.slowest(0.0)  # all are here
-        started = clock()
-        if saves:
-            saves.begin()
-        pending, ends = _enqueue(system, steps, first_step, emit, clock)
-        system.drain()
-        seconds = distributed.slowest(clock() - started)
-        steady = {
-            "steady_s": distributed.slowest(_between(ends[0], ends[-1])) if ends[1:] else None,
-            "steady_tokens": sum(batch.num_tokens for batch in steps[1:]),
-        }
+        pending, seen = _window(system, steps, first_step, emit, clock, saves)
         if saves:
             emit("phase", name="saving")  # the window's clock and power end here
             saves.finish()
         before, counted = counted, dict(system.counters())
         counters = {name: value - before.get(name, 0.0) for name, value in counted.items()}
-        seen = {"seconds": seconds, "num_tokens": num_tokens, "counters": counters, **steady}
-        _read(pending, first_step, emit, **seen)
-        too_slow = window == 0 and num_tokens < spec.stop_below * seconds
+        _read(pending, first_step, emit, **seen, counters=counters)
+        too_slow = window == 0 and seen["num_tokens"] < spec.stop_below * seen["seconds"]
         if saves:
             saves.end(last=too_slow or window + 1 == spec.windows)
-        curve.trained(steps, seconds)
+        curve.trained(steps, seen["seconds"])
         curve.look()
         if too_slow:
             break
     return counted
+
+
+def _window(
+    system: TrainingSystem,
+    steps: Sequence[Batch],
+    first: int,
+    emit: Emit,
+    clock: Callable[[], float],
+    saves: Saves | None,
+) -> tuple[list[Pending], dict[str, Any]]:
+    """One window under the clock: what its steps left behind, and what was seen of it."""
+    distributed.slowest(0.0)  # all are here
+    started = clock()
+    if saves:
+        saves.begin()
+    pending, ends = _enqueue(system, steps, first, emit, clock)
+    system.drain()
+    return pending, {
+        "seconds": distributed.slowest(clock() - started),
+        "num_tokens": sum(batch.num_tokens for batch in steps),
+        "steady_s": distributed.slowest(_between(ends[0], ends[-1])) if ends[1:] else None,
+        "steady_tokens": sum(batch.num_tokens for batch in steps[1:]),
+    }
 
 
 class Saves:
@@ -173,6 +184,8 @@ class Curve:
         return loss
 
 
+Pending = tuple[torch.Tensor, torch.Tensor | None]
+"""A step's loss and gradient norm, where they were left; no norm where the system does not tell."""
 End = Any
 """Where a step ended: an event behind it on its device's current stream, which nobody waits for, or
 the clock's seconds."""
@@ -184,7 +197,7 @@ def _enqueue(
     first: int,
     emit: Emit,
     clock: Callable[[], float],
-) -> tuple[list[tuple[torch.Tensor, torch.Tensor | None]], list[End]]:
+) -> tuple[list[Pending], list[End]]:
     """One train_step a batch, and where each ended; losses and gradient norms stay where they are.
     The progress event is one short write to a pipe."""
     pending, ends = [], []
@@ -211,7 +224,7 @@ def _between(first: End, last: End) -> float:
 
 
 def _read(
-    pending: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+    pending: Sequence[Pending],
     first: int,
     emit: Emit,
     **seen: Any,

@@ -24,7 +24,7 @@ import torch
 
 from baselines.system import Shape
 from engine import IGNORE_INDEX, Batch
-from sweeps.config import Data
+from sweeps.groups import Data
 
 T = TypeVar("T")
 PAD = 0

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from engine import cache_directory
-from sweeps.config import Machine, Process
 from sweeps.flops import datasheet_tflops
+from sweeps.groups import Machine, Process
 from sweeps.memory import host_bytes, nvml_device
 
 PACKAGES = ("torch", "transformers", "deepspeed", "torchao", "hydra-core", "wandb", "numpy")

@@ -23,8 +23,9 @@ from baselines.model_check import require_runnable
 from baselines.system import Unsupported
 from engine import USABLE_HOST, Fate, Machine, MegaTrain, Rates, Timeline
 from sweeps import auto, environment
+from sweeps.checks import require
 from sweeps.command_line import mend_streams
-from sweeps.config import Cell, cell_from, require
+from sweeps.config import Cell, cell_from
 from sweeps.errors import USER_ERRORS, one_line, overrides_in, parse
 from sweeps.identity import label
 from sweeps.memory import host_bytes

@@ -17,8 +17,10 @@ from functools import lru_cache
 from pathlib import Path
 
 from sweeps import environment
-from sweeps.config import Cell, Machine
-from sweeps.result import BENCH_VERSION, NOTHING_READ, RETRIED, Read, Row, row_of_line, whole
+from sweeps.config import Cell
+from sweeps.groups import Machine
+from sweeps.result import BENCH_VERSION, RETRIED, Row
+from sweeps.rowfile import NOTHING_READ, Read, row_of_line, whole
 
 TAIL = 1 << 16
 """Bytes that the end of a file of rows is read by, back to the last newline."""

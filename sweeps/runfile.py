@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sweeps.result import Row, unpacked
+from sweeps.mirror import unpacked
+from sweeps.result import Row
 
 AGAIN = (
     "make it again from the JSONL, which has every row: python -m sweeps.upload ROWS (where that "

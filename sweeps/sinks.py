@@ -16,7 +16,8 @@ from typing import Any
 from rich.console import Console as Terminal
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
-from sweeps.config import Cell, Logging
+from sweeps.config import Cell
+from sweeps.groups import Logging
 from sweeps.result import Row
 
 MIRROR_S = 120.0

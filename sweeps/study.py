@@ -252,23 +252,7 @@ def _probing(config: Mapping[str, Any]) -> list[Any]:
 
 def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, Any]) -> Row:
     """What the cell and its watcher said, in one row. No speed unless every window was measured."""
-    plan, predicted, done = (outcome.last(name) for name in ("plan", "predicted", "done"))
-    read = [event for event in outcome.events if event["event"] == "losses"]
-    windows = [event for event in read if event["seconds"] is not None]
-    measured = outcome.status == "ok"
-    tokens_per_s = _tokens_per_s(windows) if measured else None
-    tflops = _tflops(plan.get("flops_per_token", {}), tokens_per_s)
-    memory = {name: done.get(f"{name}_bytes") for name in ("allocated", "reserved")}
-    memory["nvml"] = outcome.peak_device_nvml_bytes
-    reasons = (
-        _stopped(cell, len(windows)) if measured else "",
-        outcome.last("not_evaluated").get("reason"),
-        outcome.reason,
-    )
-    preset = cell.options.get("preset")
-    on_gpu = cell.machine.device == "cuda"
-    peak, num = outcome.peak_host_bytes, cell.process.num_ranks
-    split = host_split(plan.get("plan", {}), peak, on_gpu=on_gpu, num_ranks=num)
+    plan, preset = outcome.last("plan"), cell.options.get("preset")
     return Row(
         experiment=cell.experiment,
         cell=cell.hash,
@@ -277,38 +261,16 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
         batch_size=cell.shape.batch_size,
         seq_len=cell.shape.seq_len,
         num_micro_batches=cell.shape.num_micro_batches,
+        num_ranks=cell.process.num_ranks,
         status=outcome.status,
-        reason=named("; ".join(filter(None, reasons)), cell),
         preset=None if preset is None else str(preset),
         num_params=plan.get("num_params"),
-        tokens_per_s=tokens_per_s,
-        step_s=[item["seconds"] / cell.measure.steps_per_window for item in windows if measured],
-        steady_tokens_per_s=_steady(windows) if measured else None,
-        tflops_6p=tflops.get("6p"),
-        tflops_6p_causal=tflops.get("6p_causal"),
-        tflops_paper=tflops.get("paper"),
-        **_utilisation(cell, tflops.get("6p"), machine),
-        losses=[loss for event in read for loss in event["losses"]],
-        gradient_norms=[norm for event in read for norm in event.get("gradient_norms") or []],
-        heldout_loss=outcome.last("heldout").get("loss") if measured else None,
-        exact_match=outcome.last("exact_match").get("share") if measured else None,
-        num_questions=outcome.last("exact_match").get("num_questions") if measured else None,
-        heldout=_all_but_name(outcome, "evaluated"),
         dtypes=dict(plan.get("dtypes", {})),
         caveat=named(plan["caveat"], cell) if plan.get("caveat") else None,
-        peak_device_bytes=memory["allocated"],
-        device_bytes={kind: value for kind, value in memory.items() if value is not None},
-        crowd_device_bytes=outcome.crowd_device_bytes,
+        plan=plan.get("plan", {}) | outcome.last("predicted").get("prediction", {}),
+        **_timed(cell, outcome, machine),
+        **_memory(cell, outcome),
         **dataclasses.asdict(outcome.pace),
-        num_ranks=num,
-        all_device_bytes=done.get("all_allocated_bytes") if num > 1 else None,
-        peak_host_bytes=peak,
-        rank_host_bytes=outcome.peak_rank_host_bytes,
-        host_bytes=outcome.peak_host,
-        host_split=split if measured else {},
-        plan=plan.get("plan", {}) | predicted.get("prediction", {}),
-        counters=dict(done.get("counters", {})) | outcome.resumed,
-        window_counters=[dict(item.get("counters", {})) for item in windows if measured],
         machine=machine,
         versions=environment.versions(),
         allocator=environment.allocator(),
@@ -317,6 +279,63 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
         cell_s=outcome.cell_s,
         config=published(cell.config),
     )
+
+
+def _timed(cell: Cell, outcome: Outcome, machine: Mapping[str, Any]) -> dict[str, Any]:
+    """A row's speed, losses, evaluations and counters, and what is to be known of them."""
+    measured = outcome.status == "ok"
+    read = [event for event in outcome.events if event["event"] == "losses"]
+    windows = [event for event in read if event["seconds"] is not None]
+    mine = windows if measured else []
+    tokens_per_s = _tokens_per_s(windows) if measured else None
+    tflops = _tflops(outcome.last("plan").get("flops_per_token", {}), tokens_per_s)
+    reasons = (
+        _stopped(cell, len(windows)) if measured else "",
+        outcome.last("not_evaluated").get("reason"),
+        outcome.reason,
+    )
+    asked = outcome.last("exact_match") if measured else {}
+    return {
+        "reason": named("; ".join(filter(None, reasons)), cell),
+        "tokens_per_s": tokens_per_s,
+        "step_s": [item["seconds"] / cell.measure.steps_per_window for item in mine],
+        "steady_tokens_per_s": _steady(windows) if measured else None,
+        "tflops_6p": tflops.get("6p"),
+        "tflops_6p_causal": tflops.get("6p_causal"),
+        "tflops_paper": tflops.get("paper"),
+        **_utilisation(cell, tflops.get("6p"), machine),
+        "losses": [loss for event in read for loss in event["losses"]],
+        "gradient_norms": [norm for event in read for norm in event.get("gradient_norms") or []],
+        "heldout_loss": outcome.last("heldout").get("loss") if measured else None,
+        "exact_match": asked.get("share"),
+        "num_questions": asked.get("num_questions"),
+        "heldout": _all_but_name(outcome, "evaluated"),
+        "counters": dict(outcome.last("done").get("counters", {})) | outcome.resumed,
+        "window_counters": [dict(item.get("counters", {})) for item in mine],
+    }
+
+
+def _memory(cell: Cell, outcome: Outcome) -> dict[str, Any]:
+    """A row's bytes on device and host, as each observer saw them."""
+    done, peak, num = outcome.last("done"), outcome.peak_host_bytes, cell.process.num_ranks
+    seen = {name: done.get(f"{name}_bytes") for name in ("allocated", "reserved")}
+    seen["nvml"] = outcome.peak_device_nvml_bytes
+    split = host_split(
+        outcome.last("plan").get("plan", {}),
+        peak,
+        on_gpu=cell.machine.device == "cuda",
+        num_ranks=num,
+    )
+    return {
+        "peak_device_bytes": seen["allocated"],
+        "device_bytes": {kind: value for kind, value in seen.items() if value is not None},
+        "all_device_bytes": done.get("all_allocated_bytes") if num > 1 else None,
+        "crowd_device_bytes": outcome.crowd_device_bytes,
+        "peak_host_bytes": peak,
+        "rank_host_bytes": outcome.peak_rank_host_bytes,
+        "host_bytes": outcome.peak_host,
+        "host_split": split if outcome.status == "ok" else {},
+    }
 
 
 def _all_but_name(outcome: Outcome, name: str) -> list[dict[str, Any]]:

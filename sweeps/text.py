@@ -22,8 +22,9 @@ import numpy as np
 
 from baselines.model import config_of
 from sweeps import borders, chat
-from sweeps.config import Cell, Data
+from sweeps.config import Cell
 from sweeps.data import PAD, ByteStream, Stream, corpus_of
+from sweeps.groups import Data
 from sweeps.packing import Documents, PackedStream, Part
 
 FORMAT = 1

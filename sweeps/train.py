@@ -35,8 +35,9 @@ from baselines.checkpoint import export, starting_weights
 from baselines.model_check import require_runnable
 from sweeps import auto, environment, lock
 from sweeps.cell import cap_device_memory
+from sweeps.checks import build_group, require
 from sweeps.command_line import mend_streams
-from sweeps.config import DTYPES, Cell, build_group, cell_from, require
+from sweeps.config import DTYPES, Cell, cell_from
 from sweeps.errors import USER_ERRORS, one_line, overrides_in, parse
 from sweeps.follow import Follower
 from sweeps.generations import Generations, replace_file

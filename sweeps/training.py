@@ -23,9 +23,10 @@ import torch
 
 from baselines.system import TrainingSystem, Unsupported
 from engine import NonFiniteLossError, Recipe
-from sweeps.config import DTYPES, Cell, Word
+from sweeps.config import DTYPES, Cell
 from sweeps.data import Stream
 from sweeps.generations import Generations, Position, one_line
+from sweeps.groups import Word
 from sweeps.heldout import batches_of
 
 Count = int | None

@@ -23,7 +23,9 @@ from typing import Any
 
 from sweeps import runfile
 from sweeps.identity import digest, file_id
-from sweeps.result import HISTORY, Row, history, packed, read_rows
+from sweeps.mirror import history, packed
+from sweeps.result import HISTORY, Row
+from sweeps.rowfile import read_rows
 
 DEFAULTS = {"project": "megatrain-bench", "mode": "offline", "cell": ""}
 MODES = ("offline", "online")

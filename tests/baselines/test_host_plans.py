@@ -18,7 +18,8 @@ from baselines.deepspeed.options import DeepSpeedOptions
 from baselines.registry import build
 from engine import pinned_rounding
 from sweeps.config import cell_from
-from sweeps.result import Row, read_rows
+from sweeps.result import Row
+from sweeps.rowfile import read_rows
 
 pytestmark = pytest.mark.slow
 

@@ -31,7 +31,7 @@ import pandas as pd
 from analysis import __main__ as analysis
 from analysis import rows as frames
 from sweeps import run
-from sweeps.result import read_rows
+from sweeps.rowfile import read_rows
 from tests.e2e import kill_training
 from tests.e2e.test_sweeps_cli import SMALL
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sweeps.result import read_rows
+from sweeps.rowfile import read_rows
 from tests.study_cells import overrides
 
 pytestmark = pytest.mark.slow

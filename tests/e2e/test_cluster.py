@@ -17,7 +17,8 @@ from sweeps import auto
 from sweeps.cluster import Job
 from sweeps.command import command_of
 from sweeps.errors import one_line
-from sweeps.result import Row, read_rows
+from sweeps.result import Row
+from sweeps.rowfile import read_rows
 from tests.e2e.test_sweeps_cli import SMALL
 
 pytestmark = pytest.mark.slow

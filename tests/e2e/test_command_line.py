@@ -13,7 +13,7 @@ from sweeps import auto, ceilings, run
 from sweeps.command import command_of as asked
 from sweeps.command_line import mend_streams
 from sweeps.isolate import verdict
-from sweeps.result import read_rows
+from sweeps.rowfile import read_rows
 from tests.e2e.test_sweeps_cli import ENVIRONMENT, ROOT, SMALL, command_of, sweep
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -1,4 +1,4 @@
-"""Thirty kills of each loop of tests/e2e/kill_loop.py, which is a command for hundreds."""
+"""A dozen kills of each loop of tests/e2e/kill_loop.py, which is a command for hundreds."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.test_sweeps_cli import ENVIRONMENT, ROOT
 
-KILLS = 30
+KILLS = 12
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sweeps.result import read_rows
+from sweeps.rowfile import read_rows
 from tests.e2e.test_sweeps_cli import ROOT, SMALL, sweep
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -19,7 +19,8 @@ import pytest
 from analysis import rows as frames
 from sweeps import auto, command
 from sweeps.errors import USER_ERRORS, one_line
-from sweeps.result import Row, read_rows
+from sweeps.result import Row
+from sweeps.rowfile import read_rows
 
 pytestmark = [
     pytest.mark.slow,

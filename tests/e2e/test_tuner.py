@@ -20,7 +20,7 @@ from sweeps import auto, environment, tuner
 from sweeps.command import command_of
 from sweeps.config import Cell, cell_from
 from sweeps.identity import NEUTRAL
-from sweeps.result import read_rows
+from sweeps.rowfile import read_rows
 from sweeps.rows import Rows
 from sweeps.session import UNFINISHED
 from tests.e2e.test_sweeps_cli import ENVIRONMENT, ROOT, SMALL, started

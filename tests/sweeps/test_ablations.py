@@ -21,7 +21,8 @@ from sweeps import auto, cell, environment, study, upload
 from sweeps.command import command_of
 from sweeps.config import Cell, cell_from
 from sweeps.isolate import Outcome, guarded
-from sweeps.result import Row, read_rows
+from sweeps.result import Row
+from sweeps.rowfile import read_rows
 from sweeps.rows import Rows, comparable
 from tests.made_rows import framed
 from tests.models import H200

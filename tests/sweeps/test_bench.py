@@ -13,9 +13,11 @@ import torch
 from engine import Batch, NonFiniteLossError
 from sweeps import auto, bench
 from sweeps.command import command_of
-from sweeps.config import Measure
+from sweeps.groups import Measure
 from sweeps.isolate import Outcome
-from sweeps.result import Row, history, read_rows
+from sweeps.mirror import history
+from sweeps.result import Row
+from sweeps.rowfile import read_rows
 from sweeps.rows import Rows
 from sweeps.study import row_of
 

@@ -11,7 +11,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from sweeps import auto, config, environment
+from sweeps import auto, environment, groups
 from sweeps.config import Cell, cell_from
 from sweeps.identity import MOVED, PATHS, comparison_key, configuration, drives_of, published
 
@@ -228,11 +228,11 @@ def test_a_machine_says_which_boot_it_is_and_names_no_host(
     for number, text in enumerate(("first\n", "first\n", "second\n")):
         monkeypatch.setattr(environment, "BOOT_ID", tmp_path / str(number))
         (tmp_path / str(number)).write_text(text)
-        boots.append(environment.machine(config.Machine(), None)["boot"])
+        boots.append(environment.machine(groups.Machine(), None)["boot"])
     assert boots[0] == boots[1] != boots[2]
     assert all(re.fullmatch("[0-9a-f]{8}", boot) for boot in boots)
     monkeypatch.setattr(environment, "BOOT_ID", tmp_path / "absent")
-    assert environment.machine(config.Machine(), None)["boot"] is None
+    assert environment.machine(groups.Machine(), None)["boot"] is None
 
 
 @pytest.mark.parametrize(
@@ -323,8 +323,8 @@ def test_keys_of_two_types_have_a_hash() -> None:
 def test_numactl_is_asked_for_by_its_arguments(
     monkeypatch: pytest.MonkeyPatch, installed: str | None
 ) -> None:
-    monkeypatch.setattr("sweeps.config.shutil.which", lambda name: installed)
-    config.require_numactl.cache_clear()
+    monkeypatch.setattr("sweeps.groups.shutil.which", lambda name: installed)
+    groups.require_numactl.cache_clear()
     override = "process.numactl='--cpunodebind=0 --preferred=0'"
     if installed:
         tried: list[list[str]] = []
@@ -335,7 +335,7 @@ def test_numactl_is_asked_for_by_its_arguments(
                 command, 1 if "--membind=9" in command else 0, "", "usage: numactl\nmore\n"
             )
 
-        monkeypatch.setattr("sweeps.config.subprocess.run", answers)
+        monkeypatch.setattr("sweeps.groups.subprocess.run", answers)
         cell = composed(override)
         assert tried == [["numactl", "--cpunodebind=0", "--preferred=0", "true"]]
         with pytest.raises(
@@ -373,7 +373,7 @@ def test_numactl_starts_no_other_command(
     )
     numactl.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    config.require_numactl.cache_clear()
+    groups.require_numactl.cache_clear()
     assert composed("process.numactl='--cpunodebind=0'").process.wrapper == (
         "numactl",
         "--cpunodebind=0",

@@ -9,7 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from analysis import rows
 from sweeps import flops
-from sweeps.result import host_split, read_rows
+from sweeps.result import host_split
+from sweeps.rowfile import read_rows
 from tests.models import make_model
 
 BATCH, SEQ_LEN = 2, 24

@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from sweeps import auto
 from sweeps.config import cell_from
 from sweeps.identity import RETIRED, current, digest, hashed, in_force
-from sweeps.result import read_rows
+from sweeps.rowfile import read_rows
 
 RESULTS = Path(__file__).resolve().parents[2] / "analysis" / "results"
 CELLS = """

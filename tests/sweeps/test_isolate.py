@@ -21,7 +21,7 @@ from sweeps import auto, memory, outlook, study
 from sweeps.command import command_of
 from sweeps.isolate import Event, Outcome, run_isolated, verdict
 from sweeps.memory import DeviceSampler, Look, NoDevice, Pace, Sampler, host_bytes
-from sweeps.result import read_rows
+from sweeps.rowfile import read_rows
 from sweeps.rows import Rows
 
 pytestmark = pytest.mark.slow

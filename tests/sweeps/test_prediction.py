@@ -15,7 +15,8 @@ from baselines import megatrain
 from engine import Machine, Rates
 from engine.planner.planner import Planner
 from sweeps.config import cell_from
-from sweeps.result import Row, read_rows
+from sweeps.result import Row
+from sweeps.rowfile import read_rows
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from analysis import rows as frames
 from analysis.figures import of_study, style
 from sweeps import auto, study, sums
 from sweeps.command import command_of
-from sweeps.result import read_rows
+from sweeps.rowfile import read_rows
 from sweeps.rows import Rows
 from tests.made_rows import framed, row
 from tests.study_rows import config

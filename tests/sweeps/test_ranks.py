@@ -25,7 +25,7 @@ from sweeps.identity import digest, hashed, in_force
 from sweeps.isolate import Outcome, run_isolated
 from sweeps.memory import Look, NoDevice, Several
 from sweeps.outlook import refusal_of
-from sweeps.result import read_rows
+from sweeps.rowfile import read_rows
 from sweeps.rows import Rows
 from sweeps.study import row_of, run_cell
 from tests.models import H200

@@ -24,7 +24,8 @@ from sweeps.command import Command, command_of
 from sweeps.config import Cell
 from sweeps.errors import one_line
 from sweeps.isolate import Outcome
-from sweeps.result import Row, read_rows, row_of_line
+from sweeps.result import Row
+from sweeps.rowfile import read_rows, row_of_line
 from sweeps.rows import Rows
 from sweeps.session import Session
 from tests.e2e.test_sweeps_cli import SMALL

@@ -18,7 +18,8 @@ from baselines.system import Shape
 from engine import Batch
 from sweeps import auto, data, heldout, text
 from sweeps.command import command_of
-from sweeps.config import Cell, Data, cell_from
+from sweeps.config import Cell, cell_from
+from sweeps.groups import Data
 from sweeps.identity import digest, hashed, published
 from sweeps.packing import Documents, PackedStream, Part, Piece
 from tests.models import make_model

@@ -22,7 +22,8 @@ import pandas as pd
 import pytest
 
 from analysis import rows as frames
-from sweeps.result import Row, history, packed, unpacked
+from sweeps.mirror import history, packed, unpacked
+from sweeps.result import Row
 from sweeps.upload import config_of
 from tests.made_rows import curve, plan, row, save
 
