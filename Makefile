@@ -56,12 +56,12 @@ quality: $(INSTALLED) ## does it learn the same? a checkpoint trained on under e
 	test -d $(QUALITY)/checkpoint || $(BIN)/python -m sweeps.train system=in_memory $(BASE) logging=none output_dir=$(QUALITY)/run train.export=$(QUALITY)/checkpoint
 	$(BIN)/python -m sweeps.run +experiment=quality model=checkpoint model.checkpoint=$(QUALITY)/checkpoint data.files=$(QUALITY)/sums.jsonl $(ONLY_EAGER) $(SET) || test $$? = 75
 
-# Two processes of one thread each. A file stays in one of them, for its shared fixtures; testpaths has the longest first.
+# Three processes of one thread each, for one of them often waits. A file stays in one of them, for its shared fixtures; testpaths has the longest first.
 test: $(INSTALLED) ## every test that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not gpu" -n 3 --dist loadfile --no-loadscope-reorder
 
 quick: $(INSTALLED) ## the tests that are not marked slow, in under two minutes
-	$(BIN)/python -m pytest -q -m "not gpu and not slow" -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -m "not gpu and not slow" -n 3 --dist loadfile --no-loadscope-reorder
 
 mutants: $(INSTALLED) ## make wrong changes to copies of the engine, one at a time: each must fail some test (an hour)
 	$(BIN)/python -m tests.mutants --jobs 2

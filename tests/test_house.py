@@ -17,7 +17,14 @@ ALLOWED = {
         "analysis": None,
         "sweeps": {
             f"sweeps.{name}"
-            for name in ("agreement", "command_line", "identity", "result", "runfile")
+            for name in (
+                "agreement",
+                "command_line",
+                "identity",
+                "result",
+                "rowfile",
+                "runfile",
+            )
         },
     },
 }

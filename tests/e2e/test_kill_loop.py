@@ -1,4 +1,4 @@
-"""A dozen kills of each loop of tests/e2e/kill_loop.py, which is a command for hundreds."""
+"""Ten kills of each loop of tests/e2e/kill_loop.py, which is a command for hundreds."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.test_sweeps_cli import ENVIRONMENT, ROOT
 
-KILLS = 12
+KILLS = 10
 
 
 @pytest.mark.slow
