@@ -11,15 +11,13 @@ infinity/config/training.py.
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from baselines import footprint
+from baselines import authors, footprint
 from baselines.deepspeed.setup import import_deepspeed, require_deepspeed, sole_builder
 from baselines.model import config_of, count_params, materialise
 from baselines.options import text
@@ -42,8 +40,11 @@ from engine import (
     pinned_rounding,
 )
 
+CODE = "the published MegaTrain code"
+REPOSITORY = "DLYuanGod/MegaTrain"
 PACKAGE = "infinity"
 """What the authors' package is called."""
+KNOWN_BY = f"{PACKAGE}/model/cpu_master.py"
 ATTENTION = ("flash_attention_2", "sdpa", "eager")
 """What their configuration takes."""
 
@@ -55,7 +56,7 @@ class PublishedOptions:
     preset: str | None = text("a word")
     """Label of the settings in rows and figures; it changes nothing."""
     checkout: str | None = text("the path of a clone")
-    """Folder of a clone of the authors' repository."""
+    """Folder of a clone of the authors' repository, or one that it lies in."""
     checkpoint_interval: int = 4
     """Layers between two kept activations."""
     gradient_slabs: int = 12
@@ -78,8 +79,8 @@ class PublishedMegaTrain(Rival):
 
     def __init__(self, spec: SystemSpec) -> None:
         super().__init__(spec)
-        require_cuda(spec.device, "the published MegaTrain code")
-        self.checkout = _checked(self.options.checkout)
+        require_cuda(spec.device, CODE)
+        self.checkout = authors.checked(self.options.checkout, REPOSITORY, KNOWN_BY)
         if spec.shape.num_micro_batches > 1:
             raise Unsupported(
                 "the published MegaTrain code does not divide the loss by the micro-batches: "
@@ -132,11 +133,11 @@ class PublishedMegaTrain(Rival):
     def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Import the authors' package and give it the module that every system trains."""
         spec, recipe, options = self.spec, self.spec.recipe, self.options
-        authors = _imported(self.checkout)
+        theirs = authors.imported(self.checkout, PACKAGE, CODE)
         deepspeed = import_deepspeed(spec.device)
         model = materialise(spec.model, spec.dtype, torch.device("cpu"), weights)
         self._named = list(model.named_parameters())
-        config = authors.CPUMasterConfig(
+        config = theirs.CPUMasterConfig(
             model_name=spec.model.name,
             dataset_name="none",  # it insists on one; batches are ours
             device=spec.device.index or 0,
@@ -147,7 +148,7 @@ class PublishedMegaTrain(Rival):
             checkpoint_interval=options.checkpoint_interval,
             num_grad_slabs=options.gradient_slabs,
         )
-        self._model = authors.CPUMasterModel(model, config)
+        self._model = theirs.CPUMasterModel(model, config)
         with sole_builder():
             self._optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(
                 adamw_groups(recipe, self._model.get_parameters()),
@@ -216,36 +217,3 @@ class PublishedMegaTrain(Rival):
             self._model = self._optimizer = None
             del self._named
         super().close()
-
-
-def _checked(checkout: str | None) -> Path:
-    """The folder of the clone; Unsupported, in one line, where it is not one."""
-    allowed = (
-        "allowed the folder of a clone of github.com/DLYuanGod/MegaTrain; clone it and give "
-        "machine.checkout=PATH"
-    )
-    path = Path(checkout or "").expanduser().resolve()
-    if checkout is None or not (path / PACKAGE / "model" / "cpu_master.py").is_file():
-        raise Unsupported(f"machine.checkout: got {checkout or 'nothing'}, {allowed}")
-    return path
-
-
-def _imported(checkout: Path) -> Any:
-    """The authors' package, of this checkout and of no other; Unsupported for what it lacks."""
-    sys.path.insert(0, str(checkout))
-    try:
-        package = importlib.import_module(PACKAGE)
-    except ImportError as error:
-        raise Unsupported(
-            f"the published MegaTrain code does not import ({' '.join(str(error).split())}); "
-            "install what it needs"
-        ) from None
-    finally:
-        sys.path.remove(str(checkout))
-    found = Path(package.__file__ or "").resolve()
-    if checkout not in found.parents:
-        raise Unsupported(
-            f"machine.checkout: got {checkout}, but a package {PACKAGE} of {found.parent.parent} "
-            "was imported before"
-        )
-    return package

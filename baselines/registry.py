@@ -27,6 +27,7 @@ REGISTRY: dict[str, str] = {
     "fsdp2": "baselines.fsdp2:Fsdp2",
     "torchao_offload": "baselines.torchao_offload:TorchaoOffload",
     "roundpipe": "baselines.roundpipe:RoundPipe",
+    "slideformer": "baselines.slideformer:SlideFormer",
     "lora": "baselines.lora:Lora",
     "qlora": "baselines.lora:QLora",
     "published_megatrain": "baselines.published_megatrain:PublishedMegaTrain",

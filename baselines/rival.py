@@ -31,6 +31,8 @@ from engine import (
 
 NOT_TAKEN = "no optimizer step was taken"
 STATE = "state.pt"
+PLAIN_MODELS = ("llama", "qwen2", "qwen3")
+"""Types whose layers take a hidden state and its rotation, and attend to all before them."""
 
 
 class Rival:
@@ -180,6 +182,20 @@ def require_cuda(device: torch.device, name: str) -> None:
             f"{name} runs on NVIDIA GPUs alone, and machine.device is {device.type}; leave it out "
             "here"
         )
+
+
+def require_plain_layers(spec: SystemSpec, name: str) -> None:
+    """Unsupported, in one line, where layers take more than a hidden state and its rotation, or do
+    not attend to all that came before them; or where several documents share a sequence."""
+    config = config_of(spec.model)
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if spec.model.model_type not in PLAIN_MODELS or kinds != {"full_attention"}:
+        raise Unsupported(
+            f"model: got {spec.model.model_type} of {', '.join(sorted(kinds))}, allowed "
+            f"{', '.join(PLAIN_MODELS)} of full_attention with {name} here; choose another model"
+        )
+    if spec.packed:
+        raise Unsupported(f"{name} takes no packed documents here; set data=stdlib")
 
 
 def adamw_groups(recipe: Recipe, params: Iterable[torch.Tensor]) -> list[dict[str, Any]]:

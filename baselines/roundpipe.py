@@ -27,13 +27,12 @@ from baselines.rival import (
     adamw_settings,
     raise_unless_finite,
     require_cuda,
+    require_plain_layers,
     set_lr,
 )
 from baselines.system import SystemSpec, Unsupported
 from engine import Batch, Plan, dtype_name, pinned_rounding
 
-MODELS = ("llama", "qwen2", "qwen3")
-"""Types whose layers take a hidden state and its rotation, and attend to all before them."""
 LATE = "its weights are one update behind, as RoundPipe's are by default"
 
 
@@ -120,15 +119,7 @@ class RoundPipe(TorchRival):
                     f"system.{name}: got {got}, allowed {only} with RoundPipe, which recomputes "
                     "whole stages of its own copies of layers; leave it out"
                 )
-        config = config_of(spec.model)
-        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        if spec.model.model_type not in MODELS or kinds != {"full_attention"}:
-            raise Unsupported(
-                f"model: got {spec.model.model_type} of {', '.join(sorted(kinds))}, allowed "
-                f"{', '.join(MODELS)} of full_attention with RoundPipe here; choose another model"
-            )
-        if spec.packed:
-            raise Unsupported("RoundPipe takes no packed documents here; set data=stdlib")
+        require_plain_layers(spec, "RoundPipe")
         self.caveat = LATE if self.options.stale else None
         self._model: Any = None
 

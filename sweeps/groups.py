@@ -199,7 +199,8 @@ class Machine:
     host_bytes: int | None = None
     device_bytes: int | None = None
     checkout: str | None = None
-    """Folder of a clone of the authors' MegaTrain code. Neither rows nor hashes have it."""
+    """Folder of a clone of the authors' code of a system that is run from one, or a folder of such
+    clones. Neither rows nor hashes have it."""
     nvme_path: str | None = None
     """Folder on a local disk, or for the engine several on as many disks, separated by colons. Rows
     and hashes have `drives` of it."""

@@ -16,7 +16,10 @@ from typing import Any
 
 UNHASHED = ("experiment", "logging", "output_dir", "process", "time_limit_s")
 """Groups that cannot change a measurement; and `process`, which is hashed where it stood first."""
-PATHS = {"checkout": ("published_megatrain",), "nvme_path": ("zero_infinity", "megatrain")}
+PATHS = {
+    "checkout": ("published_megatrain", "slideformer"),
+    "nvme_path": ("zero_infinity", "megatrain"),
+}
 """Field of machine that says where something lies there -> the systems that are built with it. No
 row has these fields."""
 DRIVES = "drives"

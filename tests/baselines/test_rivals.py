@@ -36,7 +36,7 @@ from tests.baselines.test_systems import QWEN_14B, without
 
 pytestmark = pytest.mark.slow
 
-CUDA_ONLY = ["superoffload", "torchao_offload", "roundpipe", "published_megatrain"]
+CUDA_ONLY = ["superoffload", "torchao_offload", "roundpipe", "slideformer", "published_megatrain"]
 
 
 def make_spec(config=TINY, device="cuda", clip_norm=1.0, micro_batches=1, **options) -> SystemSpec:
@@ -292,13 +292,58 @@ def checkout(tmp_path):
     return tmp_path
 
 
+@pytest.fixture
+def slideformer(tmp_path):
+    """A folder of clones, one of which has the file that SlideFormer's is known by."""
+    (tmp_path / "SlideFormer").mkdir()
+    (tmp_path / "SlideFormer" / "offload_transformer.py").touch()
+    return {"checkout": str(tmp_path)}
+
+
+@pytest.mark.parametrize("name", ["published_megatrain", "slideformer"])
 @pytest.mark.parametrize("path", [None, "/nowhere", "."])
-def test_a_wrong_checkout_is_one_line(path):
+def test_a_wrong_checkout_is_one_line(name, path):
     with pytest.raises(
         Unsupported,
         match=r"^machine\.checkout: got (nothing|/nowhere|\.), allowed the folder of a clone .*=PATH$",
     ):
-        build("published_megatrain", make_spec(checkout=path))
+        build(name, make_spec(checkout=path))
+
+
+def test_slideformer_is_asked_for_what_it_can_do_and_says_the_rest(slideformer):
+    system = build("slideformer", make_spec(**slideformer))
+    assert system.checkout == Path(slideformer["checkout"]).resolve() / "SlideFormer"
+    assert system.caveat == "no clipping, where the recipe clips at 1"
+    assert system.dtypes() == {
+        "weights": "bfloat16",
+        "master": "float32",
+        "moments": "float32",
+        "gradients": "bfloat16",
+    }
+    recipe = Recipe(clip_norm=0, weight_decay=0.1, decayed="matrices")
+    unclipped = dataclasses.replace(make_spec(**slideformer), recipe=recipe)
+    assert build("slideformer", unclipped).caveat == "norms and biases decay too"
+    everything = dataclasses.replace(unclipped, recipe=Recipe(clip_norm=0, weight_decay=0.1))
+    assert build("slideformer", everything).caveat is None
+    with pytest.raises(Unsupported, match=r"updates in every backward: .* is 2, use 1$"):
+        build("slideformer", make_spec(micro_batches=2, **slideformer))
+    fp32 = dataclasses.replace(make_spec(**slideformer), dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"^system\.dtype: got float32, allowed bfloat16 with"):
+        build("slideformer", fp32)
+    with pytest.raises(Unsupported, match=r"no packed documents here; set data=stdlib$"):
+        build("slideformer", dataclasses.replace(make_spec(**slideformer), packed=True))
+    with pytest.raises(Unsupported, match=r"^save: the SlideFormer code resumes no optimizer"):
+        system.save(Path("checkpoint"))
+
+
+def test_slideformer_plans_twelve_bytes_a_parameter_and_every_layers_input_on_the_host(slideformer):
+    system = build("slideformer", make_spec(config=QWEN_14B, **slideformer))
+    plan, total = system.plan(), num_params(system.spec.model)
+    assert plan.host["master"] + plan.host["moments"] == 12 * total
+    inputs = 48 * 2 * 32 * 1024 * QWEN_14B["hidden_size"]
+    assert inputs < plan.host["staging"] < 2 * inputs + 5e9
+    wider = build("slideformer", make_spec(config=QWEN_14B, double_buffer=True, **slideformer))
+    assert 0 < plan.device_bytes < wider.plan().device_bytes < 60e9
 
 
 def test_a_checkout_whose_code_does_not_import_is_one_line(checkout):

@@ -85,6 +85,7 @@ CASES = {
     "zero_infinity": ("zero_infinity", {"sub_group_size": 400_000}, 1.0),
     "torchao_offload": ("torchao_offload", {}, 0.0),
     "roundpipe": ("roundpipe", {}, 1.0),
+    "slideformer": ("slideformer", {"checkout": os.environ.get("SLIDEFORMER_CHECKOUT")}, 0.0),
     "torchao_offload kept": ("torchao_offload", {"keep_activations": -1, "compile": True}, 0.0),
 }
 """System, options, clip_norm: settings under which it does what the recipe asks."""

@@ -265,6 +265,7 @@ def test_auto_chooses_among_whole_models(overrides: list[str], message: str) -> 
     ("system", "option"),
     [
         ("published_megatrain", "checkout"),
+        ("slideformer", "checkout"),
         ("zero_infinity", "nvme_path"),
         ("megatrain", "nvme_path"),
     ],

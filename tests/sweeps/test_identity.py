@@ -31,6 +31,7 @@ megatrain_paper b08c06e93578
 published_megatrain c196c0a5a322
 roundpipe 91459bea79b8
 roundpipe_stale 7374d72e9ebb
+slideformer 3aee7e5e98bb
 superoffload 34bf51a7cf29
 superoffload_compiled d9ae3ee60e93
 superoffload_kept 3bf544d805ff
