@@ -32,11 +32,8 @@ def model_of(dtype: torch.dtype, tied: bool) -> torch.nn.Module:
     return make_model("qwen2", num_hidden_layers=3, dtype=dtype, tie_word_embeddings=tied)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def models_are_made_by_one_thread():
-    """They draw from one generator."""
-    for dtype, tied in itertools.product((torch.float32, torch.bfloat16), (False, True)):
-        model_of(dtype, tied)
+for found in itertools.product((torch.float32, torch.bfloat16), (False, True)):
+    model_of(*found)  # in one thread, for whoever imports this: they draw from one generator
 
 
 def batch_of(step: int, micro_batches: int) -> Any:
