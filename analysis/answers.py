@@ -172,7 +172,8 @@ def losses(study: Study, ready: pd.DataFrame) -> str:
     gaps = loss_gaps(ready)
     gap, at = max((abs(one[-1]), at) for at, one in enumerate(gaps))
     far = tables.at(ready.iloc[at], str(study.x))
-    return f"With {far} the loss is {gap:.2g} off after {len(gaps[at])} steps."
+    told = f"the training loss differs from the first line's by {gap:.2g} nats"
+    return f"With {far} {told} after {len(gaps[at])} steps."
 
 
 def _quality(main: pd.DataFrame, others: Sequence[pd.DataFrame]) -> str:

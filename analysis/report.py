@@ -47,6 +47,13 @@ def markdown(study: Study, lines: pd.DataFrame, picture: str = "") -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
+COMMANDS = (
+    "The command measures what has no row yet, and first prints how long that should take. "
+    "`python` is `.venv/bin/python`, which `make install` makes."
+)
+"""Said above the commands of a page."""
+
+
 def report(
     paths: list[str], out: Path | None, *, x: str | None, hue: str | None, console: Console
 ) -> list[Path]:
@@ -88,9 +95,9 @@ def pages(lines: pd.DataFrame, results: Path = record.RESULTS) -> Iterator[tuple
         text = markdown(study, mine, picture)
         if study.command:
             took = studies.leading(study, mine)["cell_s"].sum(min_count=1, skipna=False) / 60
-            known = f"Its cells took {took:.0f} minutes in this run.\n\n"
+            known = f"The rows of the run in the first table took {took:.0f} minutes. "
             add = f"python -m analysis add outputs/{study.experiments[0]}"
-            text += f"\n## Measure it again\n\n{'' if pd.isna(took) else known}"
+            text += f"\n## Measure it again\n\n{'' if pd.isna(took) else known}{COMMANDS}\n\n"
             text += f"```bash\n{study.command}\n{add}\n```\n"
         origin = tables.markdown(provenance(lines[lines["study"] == study.name]))
         text += f"\n## Where the rows come from\n\n{origin}\n"
