@@ -1,17 +1,29 @@
 """Code of other authors, run from a checkout that the user names.
 
-Invariant: none of it is in this repository; what is imported lies in that checkout and in no other;
-the search path is as it was afterwards.
+Invariant: none of it is in this repository; the module that is asked for lies in that checkout and
+in no other; the search path is as it was afterwards.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import sys
 from pathlib import Path
 from typing import Any
 
+from baselines.options import text
 from baselines.system import Unsupported
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckoutOptions:
+    """Options of a system that is run from a checkout."""
+
+    preset: str | None = text("a word")
+    """Label of the settings in rows and figures; it changes nothing."""
+    checkout: str | None = text("the path of a clone")
+    """Folder of a clone of the authors' repository, or one that it lies in."""
 
 
 def checked(checkout: str | None, repository: str, file: str) -> Path:
@@ -40,8 +52,9 @@ def imported(checkout: Path, module: str, code: str) -> Any:
     finally:
         sys.path.remove(str(checkout))
     file = Path(found.__file__ or "").resolve()
+    folder = file.parent.parent if hasattr(found, "__path__") else file.parent
     if checkout not in file.parents:
         raise Unsupported(
-            f"machine.checkout: got {checkout}, but {module} of {file.parent} was imported before"
+            f"machine.checkout: got {checkout}, but {module} of {folder} was imported before"
         )
     return found

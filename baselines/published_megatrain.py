@@ -20,7 +20,6 @@ import torch
 from baselines import authors, footprint
 from baselines.deepspeed.setup import import_deepspeed, require_deepspeed, sole_builder
 from baselines.model import config_of, count_params, materialise
-from baselines.options import text
 from baselines.rival import (
     Rival,
     adamw_groups,
@@ -50,13 +49,9 @@ ATTENTION = ("flash_attention_2", "sdpa", "eager")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PublishedOptions:
+class PublishedOptions(authors.CheckoutOptions):
     """Options of `PublishedMegaTrain`; the defaults are the authors'."""
 
-    preset: str | None = text("a word")
-    """Label of the settings in rows and figures; it changes nothing."""
-    checkout: str | None = text("the path of a clone")
-    """Folder of a clone of the authors' repository, or one that it lies in."""
     checkpoint_interval: int = 4
     """Layers between two kept activations."""
     gradient_slabs: int = 12
@@ -83,12 +78,12 @@ class PublishedMegaTrain(Rival):
         self.checkout = authors.checked(self.options.checkout, REPOSITORY, KNOWN_BY)
         if spec.shape.num_micro_batches > 1:
             raise Unsupported(
-                "the published MegaTrain code does not divide the loss by the micro-batches: "
+                f"{CODE} does not divide the loss by the micro-batches: "
                 f"shape.num_micro_batches is {spec.shape.num_micro_batches}, use 1"
             )
         if spec.model.attn_implementation not in ATTENTION:
             raise Unsupported(
-                f"the published MegaTrain code takes {', '.join(ATTENTION)}, and "
+                f"{CODE} takes {', '.join(ATTENTION)}, and "
                 f"model.attn_implementation is {spec.model.attn_implementation}"
             )
         require_deepspeed()
@@ -164,7 +159,7 @@ class PublishedMegaTrain(Rival):
         assert batch.attention_mask is None, "no padded batches: their sdpa would not mask them"
         if batch.position_ids is not None:
             raise Unsupported(
-                "the published MegaTrain code takes no position ids, so packed documents would see "
+                f"{CODE} takes no position ids, so packed documents would see "
                 "each other; train on data=stdlib"
             )
         # They shift the labels themselves; the last of a sequence would need one token more.
@@ -202,8 +197,7 @@ class PublishedMegaTrain(Rival):
     def save(self, directory: Path) -> None:
         """Unsupported: the published code does not save."""
         raise Unsupported(
-            "save: the published MegaTrain code has no checkpoints, so nothing was written; train "
-            "with system=megatrain"
+            f"save: {CODE} has no checkpoints, so nothing was written; train with system=megatrain"
         )
 
     def resume(self, directory: Path) -> None:

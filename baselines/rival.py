@@ -33,6 +33,8 @@ NOT_TAKEN = "no optimizer step was taken"
 STATE = "state.pt"
 PLAIN_MODELS = ("llama", "qwen2", "qwen3")
 """Types whose layers take a hidden state and its rotation, and attend to all before them."""
+CAUSAL_ALONE = ("sdpa", "flash_attention_2")
+"""Attention that is causal where it is given no mask; eager then attends to all."""
 
 
 class Rival:
@@ -185,8 +187,8 @@ def require_cuda(device: torch.device, name: str) -> None:
 
 
 def require_plain_layers(spec: SystemSpec, name: str) -> None:
-    """Unsupported, in one line, where layers take more than a hidden state and its rotation, or do
-    not attend to all that came before them; or where several documents share a sequence."""
+    """Unsupported, in one line, where layers need more than a hidden state and its rotation to
+    attend to all that came before: a mask, or several documents in a sequence."""
     config = config_of(spec.model)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if spec.model.model_type not in PLAIN_MODELS or kinds != {"full_attention"}:
@@ -194,8 +196,19 @@ def require_plain_layers(spec: SystemSpec, name: str) -> None:
             f"model: got {spec.model.model_type} of {', '.join(sorted(kinds))}, allowed "
             f"{', '.join(PLAIN_MODELS)} of full_attention with {name} here; choose another model"
         )
+    if (got := spec.model.attn_implementation) not in CAUSAL_ALONE:
+        raise Unsupported(
+            f"model.attn_implementation: got {got}, allowed {', '.join(CAUSAL_ALONE)} with {name} "
+            "here, which gives its layers no mask; choose one of these"
+        )
     if spec.packed:
         raise Unsupported(f"{name} takes no packed documents here; set data=stdlib")
+
+
+def require_whole(batch: Batch, name: str) -> None:
+    """Unsupported, in one line, for a batch with a mask or with positions of its own."""
+    if batch.attention_mask is not None or batch.position_ids is not None:
+        raise Unsupported(f"{name} takes whole sequences here, without a mask or positions")
 
 
 def adamw_groups(recipe: Recipe, params: Iterable[torch.Tensor]) -> list[dict[str, Any]]:

@@ -28,6 +28,7 @@ from baselines.rival import (
     raise_unless_finite,
     require_cuda,
     require_plain_layers,
+    require_whole,
     set_lr,
 )
 from baselines.system import SystemSpec, Unsupported
@@ -195,8 +196,7 @@ class RoundPipe(TorchRival):
         """One optimizer step; RoundPipe returns the loss before the backward has ended."""
         assert self._model is not None, "setup comes first"
         self._raise_if_refused()
-        if batch.attention_mask is not None or batch.position_ids is not None:
-            raise Unsupported("RoundPipe takes whole sequences here, without a mask or positions")
+        require_whole(batch, "RoundPipe")
         self._loss.num_tokens = batch.num_tokens
         given = (batch.tokens.flatten(0, 1), batch.labels.flatten(0, 1))
         loss: torch.Tensor = self._model.forward_backward(

@@ -18,18 +18,7 @@ import torch
 from baselines.registry import require_known, require_ranked
 from baselines.system import ModelSpec, Shape, SystemSpec
 from engine import Recipe
-from sweeps.checks import (
-    allow,
-    at_least,
-    build_group,
-    count,
-    folder,
-    limit,
-    refuse_moved,
-    require,
-    seed_of,
-    text,
-)
+from sweeps import checks
 from sweeps.groups import Data, Logging, Machine, Measure, Process
 from sweeps.identity import (
     IMPLEMENTATION,
@@ -127,30 +116,32 @@ def cell_from(recorded: Mapping[str, Any]) -> Cell:
     name, dtype = str(system.pop("name", None)), str(system.pop("dtype", None))
     implementation = system.pop(IMPLEMENTATION, None)
     require_known(name, implementation)
-    allow("system.dtype", dtype, tuple(DTYPES))
-    num_micro_batches = count(f"system.{OWN_MICRO_BATCHES}", system.pop(OWN_MICRO_BATCHES, 0))
+    checks.allow("system.dtype", dtype, tuple(DTYPES))
+    num_micro_batches = checks.count(
+        f"system.{OWN_MICRO_BATCHES}", system.pop(OWN_MICRO_BATCHES, 0)
+    )
     preset = system.get("preset")
     if not isinstance(preset, (str, type(None))):
         raise ValueError(
             f"system.preset: got {preset!r}, allowed null or text; write '\"{preset}\"'"
         )
     cell = Cell(
-        experiment=text("experiment", config["experiment"]),
-        seed=seed_of(config["seed"]),
-        output_dir=folder("output_dir", config["output_dir"]),
+        experiment=checks.text("experiment", config["experiment"]),
+        seed=checks.seed_of(config["seed"]),
+        output_dir=checks.folder("output_dir", config["output_dir"]),
         system=name,
         dtype=dtype,
         options=system,
         implementation=implementation,
-        time_limit_s=limit("time_limit_s", config.get("time_limit_s")),
-        process=build_group(Process, "process", config),
+        time_limit_s=checks.limit("time_limit_s", config.get("time_limit_s")),
+        process=checks.build_group(Process, "process", config),
         model=_model(config),
         shape=_shape(config, num_micro_batches),
         recipe=_recipe(config),
-        data=build_group(Data, "data", config),
-        measure=build_group(Measure, "measure", config),
-        logging=build_group(Logging, "logging", config),
-        machine=build_group(Machine, "machine", config),
+        data=checks.build_group(Data, "data", config),
+        measure=checks.build_group(Measure, "measure", config),
+        logging=checks.build_group(Logging, "logging", config),
+        machine=checks.build_group(Machine, "machine", config),
         config=recorded,
     )
     _check_text(cell)
@@ -161,7 +152,7 @@ def cell_from(recorded: Mapping[str, Any]) -> Cell:
 def _check_groups(config: Mapping[str, Any]) -> None:
     """ValueError, one line, for a group that is missing or unknown, or a number that is none."""
     known = {item.name for item in fields(Cell)} - {"dtype", "options", "config", IMPLEMENTATION}
-    require("", config, sorted(known - {"time_limit_s"}))  # a row's config has no limit
+    checks.require("", config, sorted(known - {"time_limit_s"}))  # a row's config has no limit
     for group in config:
         if group not in known:
             allowed = ", ".join(sorted(known))
@@ -171,7 +162,7 @@ def _check_groups(config: Mapping[str, Any]) -> None:
     for path, value in flat(config):
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{path}: got {value}, allowed a finite number; correct it")
-    require("system.", config["system"], ())
+    checks.require("system.", config["system"], ())
 
 
 def _check_text(cell: Cell) -> None:
@@ -228,7 +219,7 @@ def _check_ranks(cell: Cell) -> None:
 
 def _shape(config: Mapping[str, Any], num_micro_batches: int) -> Shape:
     """The shape, cut into the micro-batches that its system asks for, if it asks."""
-    shape = build_group(Shape, "shape", config)
+    shape = checks.build_group(Shape, "shape", config)
     if not num_micro_batches:
         return shape
     if shape.batch_size % num_micro_batches:
@@ -243,7 +234,7 @@ def _refuse_old_names(system: Mapping[str, Any]) -> None:
     """ValueError, one line, for a knob of a system that has another name now, or is gone."""
     gone = RETIRED.get(str(system.get("name")), {})
     for name, value in system.items():
-        refuse_moved(f"system.{name}", value)
+        checks.refuse_moved(f"system.{name}", value)
         if name in gone:
             allowed = f"nothing, for it always was {gone[name]}"
             raise ValueError(f"system.{name}: got {value!r}, allowed {allowed}; leave it out")
@@ -251,8 +242,8 @@ def _refuse_old_names(system: Mapping[str, Any]) -> None:
 
 def _model(config: Mapping[str, Any]) -> ModelSpec:
     """A model with a name and a config, or the library's default would be trained."""
-    spec = build_group(ModelSpec, "model", config)
-    text("model.name", spec.name)
+    spec = checks.build_group(ModelSpec, "model", config)
+    checks.text("model.name", spec.name)
     if not spec.config and spec.checkpoint is None:
         raise ValueError(
             f"model.config: got nothing, allowed the config of {spec.name}; do not delete it "
@@ -262,6 +253,6 @@ def _model(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def _recipe(config: Mapping[str, Any]) -> Recipe:
-    recipe = build_group(Recipe, "recipe", config)
-    at_least("recipe.total_steps", recipe.total_steps, 1)
+    recipe = checks.build_group(Recipe, "recipe", config)
+    checks.at_least("recipe.total_steps", recipe.total_steps, 1)
     return recipe

@@ -1,4 +1,4 @@
-"""The groups of a cell's configuration that the bench reads, one class a folder of conf.
+"""The groups of a cell's configuration that the bench reads itself, one class each.
 
 Invariant: an instance is valid by itself; what a user mistyped is a ValueError of one line.
 """

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from sweeps.result import HISTORY, Row
-from sweeps.rowfile import row_of
+from sweeps.rowfile import row_of_record
 
 
 def history(row: Row) -> Iterator[tuple[int, dict[str, float]]]:
@@ -56,4 +56,4 @@ def unpacked(text: str, steps: Iterable[Mapping[str, Any]], where: str) -> Row:
                 "upload the row again"
             )
         record[name] = found
-    return row_of(record, where)
+    return row_of_record(record, where)

@@ -113,7 +113,7 @@ def row_of_line(line: bytes, where: str) -> Row:
         wrong = "is not JSON"
     else:
         if _is_text(line, record):
-            return row_of(record, where)
+            return row_of_record(record, where)
         wrong = "has half a character (\\ud800 to \\udfff)"
     raise ValueError(f"{where} {wrong}; a row was edited or torn, remove that line")
 
@@ -184,7 +184,7 @@ WORDS = {
 }
 
 
-def row_of(record: Any, where: str) -> Row:
+def row_of_record(record: Any, where: str) -> Row:
     """The row, every value of it of its kind, so that who reads it need not ask."""
     try:
         fields = _fields(record)

@@ -284,7 +284,7 @@ def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, 
 def _timed(cell: Cell, outcome: Outcome, machine: Mapping[str, Any]) -> dict[str, Any]:
     """A row's speed, losses, evaluations and counters, and what is to be known of them."""
     measured = outcome.status == "ok"
-    read = [event for event in outcome.events if event["event"] == "losses"]
+    read = outcome.all("losses")
     windows = [event for event in read if event["seconds"] is not None]
     mine = windows if measured else []
     tokens_per_s = _tokens_per_s(windows) if measured else None
@@ -340,8 +340,7 @@ def _memory(cell: Cell, outcome: Outcome) -> dict[str, Any]:
 
 def _all_but_name(outcome: Outcome, name: str) -> list[dict[str, Any]]:
     """The fields of every event of that name, in order."""
-    mine = [dict(event) for event in outcome.events if event["event"] == name]
-    return [{key: one[key] for key in one if key != "event"} for one in mine]
+    return [{key: one[key] for key in one if key != "event"} for one in outcome.all(name)]
 
 
 def _tokens_per_s(windows: list[Event]) -> float:

@@ -458,10 +458,8 @@ def test_a_report_that_fails_is_an_exit_code(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     cells = [cell_in(tmp_path), cell_in(tmp_path, "system=megatrain")]  # one alone has no picture
-    machine, outcome = (
-        environment.machine(cells[0].machine, None),
-        Outcome(status="ok", events=[WINDOW]),
-    )
+    machine = environment.machine(cells[0].machine, None)
+    outcome = Outcome(status="ok", events=[WINDOW])
     for one in cells:
         row = study.row_of(one, outcome, started_at="", machine=machine)
         Rows().append(one.rows_path, row)
