@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 
@@ -35,6 +35,11 @@ def count(least: int, most: int) -> Callable[[str], int]:
         return int(text)
 
     return read
+
+
+def asks_help(arguments: Sequence[str]) -> bool:
+    """Whether a command is to say what it does, whatever else it is given."""
+    return not {"--help", "-h"}.isdisjoint(arguments)
 
 
 def mend_streams() -> None:

@@ -5,6 +5,7 @@ schedule at the machine's rates, so the picture cannot say what the engine would
 
     python -m sweeps.plan model=qwen2.5-7b system=megatrain_fast     # rates are probed on this GPU
     python -m sweeps.plan model=qwen2.5-32b system=megatrain_fast +rates=h200_64cores   # elsewhere
+    python -m sweeps.plan --largest                           # the largest model, here and elsewhere
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from baselines.system import Unsupported
 from engine import USABLE_HOST, Fate, Machine, MegaTrain, Rates, Timeline
 from sweeps import auto, environment
 from sweeps.checks import require
-from sweeps.command_line import mend_streams
+from sweeps.command_line import asks_help, mend_streams
 from sweeps.config import Cell, cell_from
 from sweeps.errors import USER_ERRORS, one_line, overrides_in, parse
 from sweeps.identity import label
@@ -363,6 +364,9 @@ def main() -> int:
     """Print the plan; 2 and one line where the command line is wrong or the system cannot run, 1
     where there is no room."""
     mend_streams()
+    if asks_help(sys.argv[1:]):
+        print(__doc__)
+        return 0
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what it warns of is an error here
     try:
         asked = [item for item in sys.argv[1:] if item != LARGEST]

@@ -36,7 +36,7 @@ from baselines.model_check import require_runnable
 from sweeps import auto, environment, lock
 from sweeps.cell import cap_device_memory
 from sweeps.checks import build_group, require
-from sweeps.command_line import mend_streams
+from sweeps.command_line import asks_help, mend_streams
 from sweeps.config import DTYPES, Cell, cell_from
 from sweeps.errors import USER_ERRORS, one_line, overrides_in, parse
 from sweeps.follow import Follower
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train; the exit code."""
     began, argv = time.monotonic(), list(sys.argv[1:] if arguments is None else arguments)
     mend_streams()
-    if "--help" in argv or "-h" in argv:
+    if asks_help(argv):
         print(f"{__doc__}\n{(auto.CONF / 'train.yaml').read_text()}")
         return 0
     stop = Stop()

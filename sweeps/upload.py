@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from sweeps import runfile
+from sweeps.command_line import asks_help
 from sweeps.identity import digest, file_id
 from sweeps.mirror import history, packed
 from sweeps.result import HISTORY, Row
@@ -191,6 +192,9 @@ def rows_in(path: Path, cell: str) -> list[tuple[Path, int, Row]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Upload, and print the folder of each run. Exit code 2, after one line, where the command
     line, the rows or W&B are at fault; 1 where the reader of the output has gone."""
+    if asks_help(sys.argv[1:] if arguments is None else arguments):
+        print(__doc__)
+        return 0
     os.environ["WANDB_SILENT"] = "true"
     logging.raiseExceptions = False  # a full disk is said once, below
     try:

@@ -386,7 +386,6 @@ TABLE = {
         seed=range(5,1) => seed: got 'range(5,1)'
         system=glob(mega*) => system: got 'glob(mega*)'
         +tune=zero3 => tune: got 'zero3'
-        --help => command line: got --help
         --multirun => command line: got --multirun
         output_dir=file => output_dir: got 'file'
         nope => nope: got an override

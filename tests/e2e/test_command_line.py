@@ -202,3 +202,11 @@ def test_a_campaign_begins_every_study_and_ends_where_its_time_does(tmp_path: Pa
     assert late.returncode == 0
     assert begun() == []
     assert late.stdout.startswith("TIME=0: it was up before experiment=headline")
+
+
+@pytest.mark.parametrize("name", ["plan", "train", "upload"])
+def test_a_command_that_reads_overrides_says_what_it_does(name: str) -> None:
+    command = [sys.executable, "-m", f"sweeps.{name}", "model=nope", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"\n    python -m sweeps.{name} " in done.stdout
