@@ -5,7 +5,7 @@ schedule at the machine's rates, so the picture cannot say what the engine would
 
     python -m sweeps.plan model=qwen2.5-7b system=megatrain_fast     # rates are probed on this GPU
     python -m sweeps.plan model=qwen2.5-32b system=megatrain_fast +rates=h200_64cores   # elsewhere
-    python -m sweeps.plan --largest                           # the largest model, here and elsewhere
+    python -m sweeps.plan --largest                          # the largest model, here and elsewhere
 """
 
 from __future__ import annotations
