@@ -38,7 +38,7 @@ def shared(
     """An equal part of the allowed cores of this rank's node for each rank there. nodes: of every
     rank's device, None where unknown."""
     known = [node for node in nodes if node is not None]
-    local = {node: [c for c in allowed if c in cores_of_node(node)] for node in set(known)}
+    local = {node: sorted(set(allowed) & set(cores_of_node(node))) for node in set(known)}
     if len(known) == len(nodes) and all(len(local[n]) >= nodes.count(n) for n in known):
         beside = [rank for rank, node in enumerate(nodes) if node == nodes[index]]
         return _part(local[known[index]], beside.index(index), len(beside))

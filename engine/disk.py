@@ -236,6 +236,7 @@ def _require_room(folders: Sequence[Path], sizes: Sequence[int]) -> None:
 
 def _made(folder: Path, num_bytes: int, *, direct: bool, undo: contextlib.ExitStack) -> _File:
     """A file of that many bytes in a folder of our own in `folder`; `undo` removes it."""
+    path = folder
     try:
         own = SwapFolder.new(folder, PREFIX)
         undo.callback(own.release)

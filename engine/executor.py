@@ -252,7 +252,7 @@ class Executor:
 
     def _attention(self, op: Op, s: StepState) -> AbstractContextManager[None]:
         """Around a layer that is recomputed: its forward keeps what attention gives, where there is
-        room, here or on the host, and its recomputations are given that. Not where the forward is
+        room, here or on the host, and its recomputations are given that. Not where one of them is
         the first of its kind, which may run twice."""
         if op.kind is Kind.FORWARD:
             if op.block in self.blocks.attention_moved:
@@ -261,8 +261,8 @@ class Executor:
                     weights={}, home=self.memory.home(op), shared=set(), capacity=room
                 )
                 s.offloaded[op.block] = found
-            first = self.decoder.templates[op.block - 1].unchecked
-            if first or op.block not in self.blocks.attention_kept:
+            once = self.decoder.templates[op.block - 1].runs_once
+            if not once or op.block not in self.blocks.attention_kept:
                 return nullcontext()
             s.attention[op.block] = Results(s.offloaded.get(op.block))
             return s.attention[op.block].kept()

@@ -154,6 +154,10 @@ class CudaLanes:
         """Mark the origin of both clocks while nothing runs."""
         self._marks = Marks.begin(self.device)
 
+    def stop_recording(self) -> None:
+        """Mark nothing any more, and forget what was marked."""
+        self._marks = None
+
     def recorded(self) -> list[Interval]:
         """Device lanes by the events around each operation, host lanes by the host's clock."""
         marks, self._marks = self._marks, None
@@ -219,6 +223,10 @@ class SerialLanes:
     def start_recording(self) -> None:
         """Keep intervals from now on."""
         self._intervals = []
+
+    def stop_recording(self) -> None:
+        """Keep no intervals any more, and forget those that were kept."""
+        self._intervals = None
 
     def recorded(self) -> list[Interval]:
         """What ran, by the host's clock, one after another."""

@@ -71,7 +71,7 @@ class Waits:
 @dataclass(kw_only=True, eq=False)
 class Marks:
     """Begin and end of operations since it was made: events on device lanes, the host's clock on
-    the CPU lane."""
+    the host's."""
 
     origin: torch.cuda.Event
     started_s: float

@@ -222,9 +222,13 @@ class MegaTrain(Trainer):
         slow it a little."""
         self.drain()
         self.executor.lanes.start_recording()
-        for batch in batches:
-            self.train_step(batch)
-        self.drain()
+        try:
+            for batch in batches:
+                self.train_step(batch)
+            self.drain()
+        except BaseException:
+            self.executor.lanes.stop_recording()
+            raise
         return last_step(self.executor.lanes.recorded())
 
     def predict(self) -> Timeline:

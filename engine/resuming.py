@@ -44,6 +44,10 @@ def resume(store: Store, directory: Path, recipe: Recipe) -> int:
     directory, refused, found = Path(directory), None, dict[str, Any]()
     try:
         found = _fitting(store, directory)
+    except OSError as error:
+        refused = ValueError(
+            f"resume: {directory}: {error}, allowed a state that can be read; take another"
+        )
     except ValueError as error:
         refused = error
     if store.ranks.count > 1:

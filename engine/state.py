@@ -188,14 +188,22 @@ class Saver:
         started = time.perf_counter()
         known = {"parts": self._ranks.count, "step": step, "recipe": asdict(recipe)}
         description = describe(self._store) | known
-        with contextlib.ExitStack() as unfinished:
-            whole = unfinished.enter_context(self._directory_of_all(directory))
-            if self._has_room(room):
-                work: Callable[..., None] = partial(self._take, self._begin())
-            else:
-                self._forget()
-                work = partial(self._commit, self._copy(whole, room))
-            rest = unfinished.pop_all()
+        whole: Path | None = None
+        try:
+            with contextlib.ExitStack() as unfinished:
+                whole = unfinished.enter_context(self._directory_of_all(directory))
+                if self._has_room(room):
+                    work: Callable[..., None] = partial(self._take, self._begin())
+                else:
+                    self._forget()
+                    work = partial(self._commit, self._copy(whole, room))
+                rest = unfinished.pop_all()
+        except OSError as error:
+            if whole is None or self._ranks.count == 1:
+                raise
+            self._scratch, self._last = whole.parent, Future()
+            self._last.set_exception(error)  # `finish` tells all ranks, which ask each other there
+            return
         self._scratch = whole.parent
         self._last = self._threads.submit(work, rest, whole, description, started)
         self._count(save_wait_s=time.perf_counter() - started)
@@ -321,7 +329,7 @@ class Saver:
             if ranks.index == 0:
                 try:
                     told = str(stack.enter_context(whole_directory(directory)))
-                except ValueError as error:
+                except (OSError, ValueError) as error:
                     refused, told = error, f"{REFUSED}{error}"
             told = ranks.texts(told)[0] if ranks.count > 1 else told
             if told.startswith(REFUSED):

@@ -9,6 +9,7 @@ allocated or pinned after setup, and every byte is in `host_bytes`.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -192,7 +193,8 @@ class Arena:
     exact kind is page-aligned and in one."""
 
     def __init__(self, sizes: Sequence[int], *, pinned: str) -> None:
-        self._registered: torch.Tensor | None = None
+        self._unpin: weakref.finalize[..., Arena] | None = None
+        """Of what is registered: runs where the arena is given up half made, too."""
         if pinned == "torch":
             self.pieces = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
             return
@@ -209,10 +211,14 @@ class Arena:
                     f"cannot pin {total} bytes of host memory (CUDA error {error}); "
                     "use a smaller model"
                 )
-            self._registered = whole
+            self._unpin = weakref.finalize(self, _unregister, whole)
+            self._unpin.atexit = False
 
     def close(self) -> None:
         """Unpin; idempotent."""
-        if self._registered is not None:
-            _cudart().cudaHostUnregister(self._registered.data_ptr())
-            self._registered = None
+        if self._unpin is not None:
+            self._unpin()
+
+
+def _unregister(whole: torch.Tensor) -> None:
+    _cudart().cudaHostUnregister(whole.data_ptr())

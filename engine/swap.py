@@ -32,16 +32,15 @@ class SwapFolder:
 
         OSError where the disk takes no folder or has no locks.
         """
-        path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
-        unlocked = path / f".{MARKER}"
-        descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError:  # the disk has no locks
-            os.close(descriptor)
-            shutil.rmtree(path, ignore_errors=True)
-            raise
-        unlocked.rename(path / MARKER)
+        with contextlib.ExitStack() as unfinished:
+            path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+            unfinished.callback(shutil.rmtree, path, ignore_errors=True)
+            unlocked = path / f".{MARKER}"
+            descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            unfinished.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # some disks have no locks
+            unlocked.rename(path / MARKER)
+            unfinished.pop_all()
         return cls(path, descriptor)
 
     @classmethod

@@ -25,7 +25,7 @@ class Interval:
 
     lane: str
     label: str
-    """Kind, phase and block of the operation."""
+    """Kind, fate and block of the operation."""
     start_s: float
     end_s: float
 

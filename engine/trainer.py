@@ -1,7 +1,8 @@
 """Trainer: sets up what a step needs and runs steps.
 
 Invariant: constructing one allocates nothing that grows with the model; setup allocates once; a
-step allocates no pinned memory and waits for nothing that the schedule does not name.
+step pins nothing but its batch and constants, through torch's cache, and after the first looks at a
+model waits for nothing that the schedule does not name.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 // that are computed and thrown away, and later, when nobody waits, the moments.
 //
 // Arithmetic is plain IEEE fp32, one operation after another without contraction, so that the torch
-// fallback in optimizer.py gives the same bits. Memory-bound: with the split master 2+2+4+4 bytes of a parameter
+// fallback in adamw.py gives the same bits. Memory-bound: with the split master 2+2+4+4 bytes of a parameter
 // and its 2-byte gradient are read, and all but the gradient written, in one pass; of two the first writes
 // 2+2 and the second reads 2+4+4 and writes 4+4. `python -m sweeps.ceilings` measures how close to the memory they come.
 //

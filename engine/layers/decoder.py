@@ -165,8 +165,9 @@ class Decoder:
         with contextlib.suppress(_LastLayerReachedError), packed(position_ids):
             self.model(input_ids=tokens, attention_mask=attention_mask, use_cache=False, **given)
         self._passed = None
-        calls, self._calls = self._calls, []
-        return self._first, calls
+        calls, first = self._calls, self._first
+        self._calls, self._first = [], []
+        return first, calls
 
     def _check_masks(self, calls: Sequence[Call], position_ids: torch.Tensor) -> None:
         """RefusedError where a layer gets no mask; looked at once, at the first batch with a

@@ -27,6 +27,8 @@ from engine.layers.randomness import refuse_random
 
 INDEX = "layer_idx"
 """The one attribute in which layers of one configuration differ; set on every call."""
+IGNORED = frozenset({*vars(nn.Module()), INDEX})
+"""Attributes that are no part of a configuration: those that every module has."""
 
 
 KEEP_BUDGET = 0.9
@@ -67,6 +69,12 @@ class Template:
         self._pull: JointPull | None = None
         self.unchecked = False
         """Whether the next forward is the first that must draw no random numbers."""
+
+    @property
+    def runs_once(self) -> bool:
+        """Whether a call runs the layer once: not the first forward, nor the first recomputation of
+        a chunked MLP."""
+        return not self.unchecked and (self.mlp is None or self.mlp.only_added is not None)
 
     def compile(self) -> None:
         """Compile the layer once for all layers of this configuration: weights are inputs.
@@ -229,7 +237,7 @@ def _configuration(layer: nn.Module) -> tuple[Any, ...]:
         attributes = tuple(
             (name, _plain(value))
             for name, value in sorted(vars(module).items())
-            if not name.startswith("_") and name not in (INDEX, "training")
+            if name not in IGNORED
         )
         buffers = tuple((name, *_content(b)) for name, b in module.named_buffers(recurse=False))
         shapes = tuple(

@@ -20,7 +20,7 @@ from engine.disk import Drives
 from engine.master import BlockState
 from engine.ranks import Ranks
 from engine.recipe import Recipe
-from engine.store import Arena
+from engine.store import Arena, free_pinned_cache
 
 UPDATE_ROUNDS = 24
 """Rounds per kind of update; half a second in all. The mean of 9 varied by 30% from one process to
@@ -73,6 +73,7 @@ def measure(
         return _probe(device, num_threads, pinned, use_native)
     finally:
         torch.cuda.empty_cache()
+        free_pinned_cache()
 
 
 def _probe(device: torch.device, num_threads: int, pinned: bool, use_native: bool) -> Rates:

@@ -11,6 +11,7 @@ from torch import nn
 from engine import Batch, EngineConfig, MegaTrain, Recipe
 from engine.layers.decoder import Decoder
 from engine.layers.offload import Offloaded
+from engine.layers.template import share_templates
 from engine.step import Kind
 from tests.models import (
     engine_gradients,
@@ -333,6 +334,16 @@ EXPERTS = {
     "qk_nope_head_dim": 4,
     "v_head_dim": 8,
 }
+
+
+def test_layers_that_differ_in_a_private_setting_have_templates_of_their_own():
+    model = make_model("qwen2")
+    layers = model.get_decoder().layers
+    for index, layer in enumerate(layers):
+        layer._scale = index % 2
+    templates = share_templates(layers)
+    assert templates[0] is templates[2]
+    assert templates[0] is not templates[1]
 
 
 def test_layers_of_one_configuration_share_one_template():

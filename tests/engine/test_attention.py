@@ -137,6 +137,17 @@ def test_a_first_forward_that_runs_twice_keeps_nothing(models, monkeypatch) -> N
     assert_same(train(kept, micro_batches=MICRO_BATCHES), expected)
 
 
+@pytest.mark.parametrize("kept", [{"keep_attention": 2}, {"offload_attention": 2}], ids=str)
+@pytest.mark.parametrize("interval", [1, 2])
+def test_a_first_recomputation_that_runs_twice_keeps_nothing(kept, interval, monkeypatch) -> None:
+    """A chunked MLP that a norm reads is run again in full, once its first graph has shown that."""
+    monkeypatch.setattr("engine.layers.offload.SMALL", 0)
+    model, pipeline = make_model("olmo2"), {"mlp_chunk": 4, "checkpoint_interval": interval}
+    expected = train(engine_of(model, **pipeline), micro_batches=MICRO_BATCHES)
+    found = train(engine_of(model, **pipeline, **kept), micro_batches=MICRO_BATCHES)
+    assert_same(found, expected)
+
+
 def test_what_is_no_fused_kernel_is_computed_again() -> None:
     model = make_model("gemma2", attention="eager", head_dim=8)
     found = [train(make_engine(model, keep_attention=number)) for number in (0, 3)]

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -479,6 +480,19 @@ def test_a_full_disk_is_one_line_and_nothing_is_left(asked_first, small_disk, fo
         Drives([folders[0], small_disk], 4 << 20, stripe_bytes=STRIPE)
     assert ("/state: " in str(caught.value)) is not asked_first
     assert everything(small_disk, *folders) == []
+
+
+@pytest.mark.parametrize("call", ["tempfile.mkdtemp", "fcntl.flock"])
+def test_a_disk_that_takes_no_folder_is_one_line_and_nothing_is_left(call, folders, monkeypatch):
+    """Out of inodes, while bytes are free; without locks, when the folder is there."""
+
+    def refuses(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(f"engine.swap.{call}", refuses)
+    with pytest.raises(OSError, match=f"^{folders[0]}: [^\n]* name another folder$"):
+        Drives(folders, NUM_BYTES)
+    assert everything(*folders) == []
 
 
 def test_a_read_only_disk_is_refused_in_one_line(small_disk):

@@ -3,6 +3,7 @@ survives a restart."""
 
 import contextvars
 import itertools
+import math
 import re
 import weakref
 from collections.abc import Sequence
@@ -78,6 +79,17 @@ def test_a_serial_optimizer_without_clipping_gives_identical_bits(models):
         train(make_engine(models[torch.float32], recipe=recipe, lanes=TwinLanes(seed=3), **serial)),
         expected,
     )
+
+
+def test_a_recording_that_fails_leaves_nothing_that_records(models):
+    engine = make_engine(models[torch.float32])
+    engine.store.states[2].weight.fill_(math.nan)
+    with pytest.raises(NonFiniteLossError):
+        engine.record([make_batch(0), make_batch(1)])
+    engine.store.states[2].weight.zero_()
+    engine.train_step(make_batch(2))
+    with pytest.raises(AssertionError, match="start_recording comes first"):
+        engine.executor.lanes.recorded()
 
 
 def test_a_recorded_step_has_every_operation_of_the_schedule_and_changes_nothing(models):

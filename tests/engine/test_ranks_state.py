@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine import Ranks
+from engine import Ranks, resuming
 from engine.state import Saver
 from tests.engine.test_ranks import batch_of, engine_of
 from tests.threads import on_ranks
@@ -110,16 +110,19 @@ def test_a_state_that_one_rank_cannot_read_is_refused_by_all(tmp_path):
     assert "\n" not in one
 
 
-def test_where_one_rank_cannot_write_no_directory_appears(tmp_path, monkeypatch):
-    commit = Saver._commit
+@pytest.mark.parametrize("where", ["_commit", "_copy"])
+def test_where_one_rank_cannot_write_no_directory_appears(where, tmp_path, monkeypatch):
+    plain = getattr(Saver, where)
 
-    def failing(self: Saver, writes: Any, *rest: Any) -> None:
+    def failing(self: Saver, given: Any, *rest: Any) -> Any:
+        if self._ranks.index and where == "_copy":
+            raise OSError("no room")
         if self._ranks.index:
-            writes[0].result()
-            writes[0]._exception, writes[0]._result = OSError("no room"), None
-        commit(self, writes, *rest)
+            given[0].result()
+            given[0]._exception, given[0]._result = OSError("no room"), None
+        return plain(self, given, *rest)
 
-    monkeypatch.setattr(Saver, "_commit", failing)
+    monkeypatch.setattr(Saver, where, failing)
 
     def work(ranks: Ranks) -> str:
         engine = engine_of(CASES[0], ranks)
@@ -130,6 +133,43 @@ def test_where_one_rank_cannot_write_no_directory_appears(tmp_path, monkeypatch)
     said = on_ranks(2, work)
     assert said == ["save: rank 1 did not write its part; look for its error", "no room"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_where_the_first_rank_makes_no_folder_all_say_why(tmp_path):
+    (tmp_path / "file").touch()
+
+    def work(ranks: Ranks) -> str:
+        with pytest.raises((OSError, ValueError), match=r"Not a directory|Errno 17") as error:
+            engine_of(CASES[0], ranks).save(tmp_path / "file" / "state")
+        return str(error.value)
+
+    one, other = on_ranks(2, work)
+    assert one == other
+
+
+def test_where_one_rank_cannot_read_all_refuse(tmp_path, monkeypatch):
+    def write(ranks: Ranks) -> None:
+        engine_of(CASES[0], ranks).save(tmp_path / "state")
+
+    on_ranks(2, write)
+    fitting = resuming._fitting
+
+    def failing(store: Any, directory: Path) -> Any:
+        if store.ranks.index:
+            raise OSError(5, "Input/output error", "block-0001")
+        return fitting(store, directory)
+
+    monkeypatch.setattr(resuming, "_fitting", failing)
+
+    def work(ranks: Ranks) -> str:
+        with pytest.raises(
+            ValueError, match=r"block-0001.*, allowed a state that can be read"
+        ) as e:
+            engine_of(CASES[0], ranks).resume(tmp_path / "state")
+        return str(e.value)
+
+    one, other = on_ranks(2, work)
+    assert one == other
 
 
 @pytest.mark.parametrize("late", [None, "_commit", "_take"])

@@ -601,7 +601,7 @@ MUTANTS = (
     *_changes(
         "swap.py",
         "test_disk.py",
-        ("I15", "fcntl.flock(descriptor, fcntl.LOCK_EX)\n", "pass\n"),
+        ("I15", "fcntl.flock(descriptor, fcntl.LOCK_EX)  # some", "pass  # some"),
         ("I16", "if status.st_uid == os.geteuid() and", "if"),
     ),
     *_changes(
@@ -625,7 +625,7 @@ MUTANTS = (
             "pass\n",
             PLACEMENT,
         ),
-        ("X42", "if first or op.block not in", "if op.block not in", KEPT_ATTENTION),
+        ("X42", "if not once or op.block not in", "if op.block not in", KEPT_ATTENTION),
         ("X3", "(op.block - 1) % self.blocks.check", "op.block % self.blocks.check"),
         ("X4", "if math.isfinite(scale):", "if True:", "test_engine_errors.py"),
         (
