@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from baselines import footprint
+from baselines.deepspeed.setup import add_ninja_to_path, require_compiler, sole_builder
 from baselines.head import Differentiated, Found, found_in_chunks, summed_cross_entropy
 from baselines.model import config_of, count_params, find_decoder, materialise
 from baselines.options import CommonOptions, one_of
@@ -114,6 +116,12 @@ class RoundPipe(TorchRival):
                 "roundpipe is not installed; pip install 'roundpipe==0.1.1', or "
                 "megatrain-bench[roundpipe]"
             )
+        if (got := torch.cuda.device_count()) > 1:
+            raise Unsupported(
+                f"RoundPipe trains on every GPU that it sees, and {got} are visible; set "
+                "CUDA_VISIBLE_DEVICES to one"
+            )
+        require_compiler("RoundPipe's AdamW")
         for name, only in (("keep_activations", 0), ("compile", False)):
             if (got := getattr(self.options, name)) != only:
                 raise ValueError(
@@ -123,6 +131,9 @@ class RoundPipe(TorchRival):
         require_plain_layers(spec, "RoundPipe")
         self.caveat = LATE if self.options.stale else None
         self._model: Any = None
+        self._named: list[tuple[str, Any, Any]] = []
+        self._optimizer: Any = None
+        self._loss: Any = None
 
     @property
     def _num_parts(self) -> int:
@@ -133,26 +144,33 @@ class RoundPipe(TorchRival):
         """Closed-form bytes. A stage has as many layers as take the time of the head, and two of
         them are on the device, with their gradients."""
         spec, count = self.spec, count_params(self.spec.model)
-        total, itemsize, mixed = count.total, spec.dtype.itemsize, spec.dtype.itemsize < 4
+        total, itemsize = count.total, spec.dtype.itemsize
         shape = dataclasses.replace(spec.shape, num_micro_batches=self._num_parts)
         stage = min(count.num_layers, max(1, round(1.1 * count.largest / count.largest_layer)))
         kept = dataclasses.replace(self.options, keep_activations=stage)
         held = max(count.largest, stage * count.largest_layer)
+        config = config_of(spec.model)
+        hidden = itemsize * spec.shape.num_tokens * config.hidden_size
         device = {
             "weights": 2 * itemsize * held,
-            "gradients": itemsize * held,
+            # The head's: of the micro-batch before, the sum over chunks and a chunk's; or those of
+            # a stage and of the one before it, which are on their way.
+            "gradients": itemsize * max(3 * count.largest, 2 * stage * count.largest_layer),
             **footprint.activation_bytes(dataclasses.replace(spec, shape=shape), kept),
+            "checkpoints": 6 * hidden // self._num_parts,  # on their way; they wait on the host
         }
-        tokens = spec.shape.num_tokens * config_of(spec.model).hidden_size
         pinned = [itemsize * size for size in footprint.parameter_sizes(spec.model)]
-        copies = 2 if self.options.pinned == "alloc" else 1  # gradients always are
+        again = [itemsize * count.largest] if config.tie_word_embeddings else []
+        aligned = sum(map(pinned_rounding, pinned)) if self.options.pinned == "alloc" else 0
         host = {
             "weights": itemsize * total,
             "master": 4 * total,
             "moments": 8 * total,
-            "gradients": (itemsize + (4 if mixed else 0)) * total,
-            "checkpoints": itemsize * tokens * (2 + count.num_layers // stage),
-            "staging": copies * sum(map(pinned_rounding, pinned)),
+            # As they come, pinned, of a tied weight twice; in fp32; and of a tied one added there.
+            "gradients": (itemsize + 4) * total + (itemsize + 4) * count.largest * len(again),
+            "checkpoints": hidden * (2 + count.num_layers // stage),
+            "staging": aligned + sum(map(pinned_rounding, [*pinned, *again])),
+            "other": footprint.process_bytes(spec.device),
         }
         return footprint.plan_on(spec.device, device, host)
 
@@ -162,6 +180,7 @@ class RoundPipe(TorchRival):
 
     def setup(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Build the sequence, pin it and make the fp32 masters and the optimizer."""
+        add_ninja_to_path()
         import roundpipe
         from roundpipe.attribute import ParamAttribute
         from roundpipe.optim import Adam
@@ -189,7 +208,8 @@ class RoundPipe(TorchRival):
             for name, param in model.named_parameters()
         ]
         settings = adamw_settings(spec.recipe) | {"decoupled_weight_decay": True}
-        self._optimizer = Adam(adamw_groups(spec.recipe, masters), **settings)
+        with sole_builder():  # the first one builds its kernel
+            self._optimizer = Adam(adamw_groups(spec.recipe, masters), **settings)
         self._norm, self._refused = torch.zeros(()), False
 
     def train_step(self, batch: Batch) -> torch.Tensor:
@@ -204,33 +224,47 @@ class RoundPipe(TorchRival):
         )
         try:
             raise_unless_finite(loss, "the loss", self._step)
+            self._model.optim_updated.wait()  # the update before, which reads the learning rate
+            self._raise_if_refused()
         except Exception:
             self._forget()
             raise
-        with self._optimizing():
-            set_lr(self._optimizer, self.spec.recipe.lr_at(self._step))
-            self._model.step(self._update, is_async=self.options.stale)
-            if not self.options.stale:
-                self.gradient_norm = self._norm
-                self._raise_if_refused()
+        set_lr(self._optimizer, self.spec.recipe.lr_at(self._step))
+        self._updating = self._step
+        self._model.step(self._update, is_async=self.options.stale)
+        if not self.options.stale:
+            self._optimizer_s += time.perf_counter() - self._arrived
+            self.gradient_norm = self._norm
+            self._raise_if_refused()
+        self._step += 1
         return loss.detach()
 
     @torch.no_grad()
     def _update(self) -> None:
         """On RoundPipe's thread, once all gradients are beside their masters."""
+        self._arrived = time.perf_counter()
         masters = [master for _, _, master in self._named]
-        limit = self.spec.recipe.clip_norm or float("inf")
-        self._norm = nn.utils.clip_grad_norm_(masters, limit)
+        self._norm = nn.utils.get_total_norm([master.grad for master in masters])
+        if limit := self.spec.recipe.clip_norm:
+            nn.utils.clip_grads_with_norm_(masters, limit, self._norm)
         self._refused = not torch.isfinite(self._norm)
         if not self._refused:
             self._optimizer.step()
         self._optimizer.zero_grad()
+        if self.options.stale:
+            self._optimizer_s += time.perf_counter() - self._arrived
+
+    def counters(self) -> dict[str, float]:
+        """optimizer_s: seconds from the last gradient's arrival beside its master to the end of the
+        update and, unless it is late, of its copies; only then does the step wait for them."""
+        waited = {} if self.options.stale else {"optimizer_wait_s": self._optimizer_s}
+        return {"optimizer_s": self._optimizer_s, **waited}
 
     def _raise_if_refused(self) -> None:
         """NonFiniteLossError, once, after an update that was not made."""
         if self._refused:
             self._refused = False
-            raise_unless_finite(self._norm, "the gradient norm", self._step)
+            raise_unless_finite(self._norm, "the gradient norm", self._updating)
 
     def _forget(self) -> None:
         """Drop the gradients of a step that is not taken."""
@@ -283,6 +317,6 @@ class RoundPipe(TorchRival):
         """Free device and pinned memory; idempotent. RoundPipe's threads end with the process."""
         if self._model is not None:
             self._model.optim_updated.wait()
-            self._model = None
-            del self._named, self._optimizer, self._loss
+            self._model = self._optimizer = self._loss = None
+            self._named = []
         super().close()

@@ -40,16 +40,27 @@ def require_deepspeed() -> None:
         raise Unsupported(
             f"deepspeed {version} blocks on every gradient copy; pip install 'deepspeed>=0.19.8'"
         )
+    require_compiler("DeepSpeedCPUAdam")
+
+
+def require_compiler(built: str) -> None:
+    """Unsupported, in one line, where `built` cannot be built."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise Unsupported(
-            f"{compiler} is missing and DeepSpeedCPUAdam is built on first use; install a C++ "
-            "compiler (g++)"
+            f"{compiler} is missing and {built} is built on first use; install a C++ compiler (g++)"
         )
     if _ninja_directory() is None:
-        raise Unsupported(
-            "ninja is missing and DeepSpeedCPUAdam is built on first use; pip install ninja"
-        )
+        raise Unsupported(f"ninja is missing and {built} is built on first use; pip install ninja")
+
+
+def add_ninja_to_path() -> None:
+    """Have torch build into a fixed cache, with the ninja of an environment that was not
+    activated."""
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache_directory() / "torch_extensions"))
+    ninja = _ninja_directory()
+    if ninja is not None and shutil.which("ninja") is None:
+        os.environ["PATH"] = f"{ninja}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
 def require_shared_memory(num_bytes: int, name: str) -> None:
@@ -115,12 +126,9 @@ def setup_phase() -> str:
 
 def import_deepspeed(device: torch.device) -> Any:
     """Import DeepSpeed quietly, for `device`; what it builds goes into a fixed cache."""
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache_directory() / "torch_extensions"))
+    add_ninja_to_path()
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-    ninja = _ninja_directory()
-    if ninja is not None and shutil.which("ninja") is None:
-        os.environ["PATH"] = f"{ninja}{os.pathsep}{os.environ.get('PATH', '')}"
     import deepspeed
     import deepspeed.ops.adam
 
