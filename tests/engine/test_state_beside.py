@@ -178,14 +178,18 @@ def test_what_the_host_updates_is_copied_first(model, tmp_path, monkeypatch):
     """A GPU copies its own blocks by itself, and whoever waits for it copies nothing meanwhile."""
     monkeypatch.setattr(state, "COPIERS", 1)
     engine, asked = make_engine(model, recipe=RECIPE, device_optimizer=2), []
-    copied = state.Taking.copied
+    copied, looked = state.Taking.copied, threading.Event()
 
     def noted(self: state.Taking, block: int) -> dict[str, torch.Tensor]:
+        assert looked.wait(60)
         asked.append(block)
         return copied(self, block)
 
     monkeypatch.setattr(state.Taking, "copied", noted)
     engine.save_beside(tmp_path / "beside", room=ROOM)
+    taking = engine.saver._taking
+    assert [block for block in range(6) if taking.lacks(block)] == [2, 3, 4, 5]
+    looked.set()
     engine.saved()
     assert asked == [2, 3, 4, 5, 0, 1]
 
