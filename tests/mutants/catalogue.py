@@ -481,7 +481,7 @@ MUTANTS = (
             "AT9",
             "(writes if kind is Kind.FORWARD else reads).append",
             "reads.append",
-            "test_declared_access.py",
+            "test_attention.py",
         ),
     ),
     *_changes(
