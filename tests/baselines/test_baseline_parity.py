@@ -51,6 +51,8 @@ OWN = [
 ]
 """Systems that their YAML registers."""
 SYSTEMS = [*REGISTRY, *OWN]
+OWN_OPTIONS = ("megatrain", "published_megatrain", "slideformer")
+"""Systems without the options that rivals share."""
 PRESETS = [
     name
     for name in GROUPS["system"]
@@ -357,7 +359,7 @@ def test_in_memory_is_plain_torch(clip_norm):
         (name, kept)
         for name in NAMES
         for kept in (0, NUM_LAYERS)
-        if name not in ("megatrain", "published_megatrain") and (not kept or name in SYSTEMS)
+        if name not in OWN_OPTIONS and (not kept or name in SYSTEMS)
     ],
 )
 def test_compiling_does_not_change_the_losses(name, kept):
@@ -379,9 +381,7 @@ def test_compiling_does_not_change_the_losses(name, kept):
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in SYSTEMS if name not in ("megatrain", "published_megatrain")]
-)
+@pytest.mark.parametrize("name", [name for name in SYSTEMS if name not in OWN_OPTIONS])
 @pytest.mark.usefixtures("reuse_nothing")
 def test_keeping_layers_does_not_change_the_losses(name):
     losses = []
