@@ -91,6 +91,18 @@ def test_fp32_50_steps_are_those_of_one_rank(case, count, pipeline):
         torch.testing.assert_close(parameters[name], value, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_what_decays_decays_wherever_it_lies(count, monkeypatch):
+    """Matrices alone: every rank's part has several stretches of its own."""
+    recipe = replace(RECIPE, decayed="matrices", weight_decay=0.5)
+    monkeypatch.setattr("tests.engine.test_ranks.RECIPE", recipe)
+    case = (torch.float32, 0.5, 1, False)
+    expected = trained(case, 5)[1]
+    for _, found in on_ranks(count, lambda ranks: trained(case, 5, ranks)):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("master", ["split", "fp32", "bf16"])
