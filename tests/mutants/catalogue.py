@@ -814,7 +814,12 @@ MUTANTS = (
         ("Z17", "writes = [here, *self.peers]", "writes = [here]", BETWEEN),
         ("Z18", 'writes = [here, "norms", *self.peers]', "writes = [here, *self.peers]", TOLD),
         ("Z19", 'reads = ["norms"] if self.peers and', "reads = [] if False and", TOLD),
-        ("Z20", "            yield from self._gather(block, -1)\n", "", BETWEEN),
+        (
+            "Z20",
+            "            yield from self._gather(block, -1)\n",
+            "",
+            f"{RANKED}::test_a_pipeline_changes_no_bit",
+        ),
         ("Z21", "writes += self.peers  # it is that of all ranks", "pass", EVALUATES),
         ("S34", "max(1, blocks.depth - 1) if blocks.streams == 2 else 1", "1", AHEAD),
         ("S35", "reads += self._updates_done()", "pass", SERIAL),
