@@ -104,8 +104,12 @@ def test_the_title_of_energy_is_that_of_its_rows() -> None:
     known = LINES[LINES["joules_per_token"].notna() & (LINES["model"] == "qwen2.5-7b")]
     known = known.drop_duplicates(["run", "family", "mode"])
     known = known[known.duplicated("run", keep=False)]  # runs of several systems
-    least, then = sorted(known["joules_per_token"])[:2]
-    assert f"{least:#.3g} J a token, {1 - least / then:.0%} less than" in title_of("energy")
+    told = [
+        f"{least:#.3g} J a token, {1 - least / then:.0%} less than" in title_of("energy")
+        for _, run in known.groupby("run")
+        for least, then in [sorted(run["joules_per_token"])[:2]]
+    ]
+    assert any(told)
 
 
 def test_a_recorded_step_is_read_and_hidden_shares_follow_from_its_intervals(tmp_path) -> None:
