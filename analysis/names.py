@@ -88,12 +88,14 @@ def machine(lines: pd.DataFrame) -> str:
 
 
 def work(lines: pd.DataFrame) -> str:
-    """`qwen2.5-7b, 32 x 1024 tokens a step`, as far as it is one for all lines."""
+    """`qwen2.5-7b, 32 x 1024 tokens a step, without clipping`, what is one for all lines."""
     first, models = lines.iloc[0], lines["model"].nunique()
+    clipping = lines.reindex(columns=["recipe.clip_norm"])["recipe.clip_norm"]
+    unlike = ", without clipping" if (clipping == 0).all() else ""
     model = f"{first['model']}{_size_unlike_its_name(first)}"
     if len(lines[["model", "batch_size", "seq_len"]].drop_duplicates()) == 1:
-        return f"{model}, {first['batch_size']} x {first['seq_len']} tokens a step"
-    return model if models == 1 else ""
+        return f"{model}, {first['batch_size']} x {first['seq_len']} tokens a step{unlike}"
+    return f"{model}{unlike}" if models == 1 else ""
 
 
 def _size_unlike_its_name(line: Any) -> str:

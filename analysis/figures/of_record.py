@@ -74,10 +74,10 @@ def ratios(lines: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-def _gpus(lines: pd.DataFrame) -> str:
-    """`one H100 or H200`: the kinds of device on which these lines were measured."""
-    kinds = sorted({names.gpu(one["gpu"]) for one in lines["machine_details"] if one.get("gpu")})
-    return f"one {' or '.join(kinds) or 'device'}"
+def _about(lines: pd.DataFrame) -> str:
+    """What stands below a figure of several runs: their work, kinds of device, its marks."""
+    gpus = " or ".join(sorted({names.gpu(one["gpu"]) for one in lines["machine_details"]}))
+    return f"32 x 1024 tokens a step, one {gpus}; a mark a run, bars: 95% intervals; "
 
 
 def rivals(lines: pd.DataFrame) -> Figure:
@@ -100,8 +100,7 @@ def rivals(lines: pd.DataFrame) -> Figure:
     panels[-1].set_xlim(left=0.85)
     least = told.loc[told.groupby("size", sort=False)["value"].idxmin()]
     each = [f"{one['value']:.2f}x at {one['size']}" for _, one in least.iterrows()]
-    about = f"32 x 1024 tokens a step, {_gpus(told)}; a mark a run, bars: 95% intervals; "
-    about += "hollow: too few windows for an interval"
+    about = f"{_about(told)}hollow: too few windows for an interval"
     over = f"MegaTrain fast over its strongest rival of any run: {', '.join(each)}"
     style.titled(figure, over, about)
     return figure
@@ -149,8 +148,7 @@ def pareto(lines: pd.DataFrame) -> Figure:
     title = f"At {lead.loc[least, 'size']} {' and '.join(on.unique())} are on the frontier; in one "
     title += f"run {names.name(lead.loc[rival])} takes {each[rival] / each[least]:.2f}x the memory "
     title += f"of {names.name(lead.loc[least])} for a token/s"
-    about = f"32 x 1024 tokens a step, {_gpus(mine)}; a mark a run, bars: 95% intervals; "
-    about += "grey: the frontier; hollow: its losses differ"
+    about = f"{_about(mine)}grey: the frontier; hollow: its losses differ"
     known = [family for family in names.SYSTEMS if family in set(mine["family"])]
     looks = [names.look(one) | {"label": names.family_name(one)} for one in known]
     handles = [Line2D([], [], linestyle="", **look) for look in looks]
