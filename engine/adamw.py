@@ -24,6 +24,8 @@ from engine.recipe import Recipe
 
 FALLBACK_CHUNK = 1 << 18
 """Elements a fallback pass handles at a time, so that its temporaries stay in cache."""
+TUNED_ON = 1 << 24
+"""Elements of the block on which the device's update is tuned: enough to keep a GPU busy."""
 HYPER = ("decay", "beta1_rest", "beta2", "beta2_rest", "step_size", "root_bias2", "eps", "scale")
 
 
@@ -105,6 +107,24 @@ class AdamW:
         """
         update = _compiled_update() if gradient.device.type == "cuda" else _device_update
         update(state.weight, state.extra, state.exp_avg, state.exp_avg_sq, gradient, hyper, scale)
+
+    @torch.no_grad()
+    def prepare(self, like: BlockState) -> None:
+        """Compile and tune `device_step` on a small block of the dtypes and the device of `like`.
+
+        The compiler's tuning copies to pinned host memory what a kernel changes. In the first step
+        that would be a whole block: 9 GB for a vocabulary's embedding (docs/log.md, 156).
+        """
+        weight = like.weight.new_zeros(TUNED_ON)
+        extra = None if like.extra is None else like.extra.new_zeros(TUNED_ON)
+        moments = [like.exp_avg.new_zeros(TUNED_ON) for _ in range(2)]
+        hyper = self.hyper_tensor(0).to(weight.device)
+        self.device_step(
+            BlockState(weight=weight, extra=extra, exp_avg=moments[0], exp_avg_sq=moments[1]),
+            torch.zeros_like(weight),
+            hyper=hyper,
+            scale=hyper.new_ones(()),
+        )
 
     def hyper_tensor(self, step: int, *, decays: bool = True) -> torch.Tensor:
         """The step's constants as an fp32 host tensor, in the order of struct Hyper without its

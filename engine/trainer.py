@@ -79,6 +79,8 @@ class Trainer:
         spec = StoreSpec.of(self.blocks, self.work, self.config, self.device)
         make = partial(Store, spec, device=self.device, ranks=self.ranks, folders=self.folders)
         self._store = on_cores(self.cores, make) if self.cores else make()
+        if self.device.type == "cuda" and spec.on_device:
+            optimizer.prepare(self._store.states[0])
         load(self._store, self._decoder, weights)
         self._store.spread()
         self._saver = Saver(self._store)

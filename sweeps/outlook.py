@@ -18,7 +18,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from sweeps.config import Cell, cell_from
 from sweeps.events import Emitter
 from sweeps.identity import PLAIN, configuration, drives_of, products_of
 from sweeps.isolate import Event, Outcome, guarded, run_isolated
-from sweeps.memory import NoDevice
+from sweeps.memory import NoDevice, host_bytes
 
 SPARE = 0.05
 """Share of the host's memory that copies of states leave free beside the plan."""
@@ -131,6 +131,18 @@ def lacks_gpus(cell: Cell) -> str | None:
         f"process.num_gpus: got {asked}, which is more than the {there} of this machine: such a "
         "cell is predicted, where its system is the engine, and not run"
     )
+
+
+def require_memory(cells: Iterable[Cell]) -> None:
+    """ValueError for a limit above the memory of this machine: a cell that filled it would be
+    killed."""
+    there = host_bytes()
+    for cell in cells:
+        if (asked := cell.machine.host_bytes) is not None and asked > there:
+            raise ValueError(
+                f"machine.host_bytes: got {asked:,}, allowed at most {there:,}, which is all that "
+                "this process may use; lower it, or predict with python -m sweeps.plan"
+            )
 
 
 def spare_host_bytes(outlook: Outlook, cell: Cell) -> int:

@@ -19,7 +19,7 @@ from pathlib import Path
 from sweeps import forecast, tuner
 from sweeps.command import Command
 from sweeps.config import Cell
-from sweeps.outlook import OUTLOOKS_S, Outlook, outlooks
+from sweeps.outlook import OUTLOOKS_S, Outlook, outlooks, require_memory
 from sweeps.result import Row
 from sweeps.rows import Rows
 from sweeps.study import TimeIsUpError, run_cell, tidy
@@ -47,8 +47,10 @@ class Session:
     def plan(self, cells: Sequence[Cell]) -> None:
         """Look at the cells, and say how long they will take.
 
-        ValueError, one line, for a cell that its system would refuse; a cell alone says so itself.
+        ValueError, one line, for a cell that its system would refuse, and for a limit of memory
+        that this machine has not; what its system refuses, a cell alone says itself.
         """
+        require_memory(cells)
         self.cells = list(cells)
         if len(cells) > 1:
             print(f"{cells[0].experiment}: looking at {len(cells)} cells", flush=True)

@@ -45,7 +45,7 @@ from sweeps.heldout import batches_of
 from sweeps.identity import digest, published
 from sweeps.isolate import verdict
 from sweeps.memory import device_sampler
-from sweeps.outlook import built, outlook_of, spare_host_bytes
+from sweeps.outlook import built, outlook_of, require_memory, spare_host_bytes
 from sweeps.text import stream_of
 from sweeps.training import Train, Training, duration
 
@@ -102,6 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             require_overrides(argv)
             cell, train = compose_train(argv)
             require_one_process(cell)
+            require_memory([cell])
             start_anew(cell, argv)
             return _held(cell, train, began, stop)
     except KeyboardInterrupt as interrupt:

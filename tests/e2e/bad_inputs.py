@@ -277,6 +277,7 @@ TABLE = {
         machine.host_bytes=0 => machine.host_bytes: got 0
         machine.host_bytes=lots => machine.host_bytes: got 'lots'
         machine.host_bytes=1.5 => machine.host_bytes: got 1.5
+        machine.host_bytes=9000000000000000 => machine.host_bytes: got 9,000,000,000,000,000, allowed at most
         machine.device_bytes=-1 => machine.device_bytes: got -1
         machine.checkout=7 => machine.checkout: got 7
         machine.nvme_path=7 => machine.nvme_path: got 7
@@ -494,6 +495,7 @@ TABLE = {
         train.steps=3 system=nope => system: got 'nope', allowed fsdp2
         train.steps=3 system.depth=0 => system.depth: got 0
         train.steps=3 system.nope=0 => system.nope: got
+        train.steps=3 machine.host_bytes=9000000000000000 => machine.host_bytes: got 9,000,000,000,000,000
         train.steps=3 machine.host_bytes=1000 => allowed 1,000; choose a smaller model
         train.steps=3 machine.device=cuda => machine.device: got 'cuda', allowed cpu
         train.steps=3 model=checkpoint model.checkpoint=nope => nope, which is no folder

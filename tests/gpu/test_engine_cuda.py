@@ -17,8 +17,10 @@ import torch
 
 from baselines.model import skip_packed_sequence_check
 from engine import Recipe, norm_of
+from engine.adamw import AdamW, _compiled_update
 from engine.layers.float8 import CAPABILITY
 from engine.layout import BLOCK_ALIGNMENT
+from engine.master import BlockState
 from engine.store import Arena, free_pinned_cache
 from tests.models import make_batch, make_engine, make_model
 
@@ -486,6 +488,34 @@ def test_memory_that_torch_pinned_for_reuse_is_given_back() -> None:
     free_pinned_cache()
     assert before - _pss() > 1 << 26
     assert kept.is_pinned()
+
+
+def test_an_update_prepared_for_pins_no_copy_of_a_large_block(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Tuned on the large block itself it would pin 4 times what is allowed here, at the least."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    _compiled_update.cache_clear()
+    numel = 1 << 27
+    state = BlockState(
+        weight=torch.ones(numel, device="cuda", dtype=torch.bfloat16),
+        extra=torch.zeros(numel, device="cuda", dtype=torch.int16),
+        exp_avg=torch.zeros(numel, device="cuda"),
+        exp_avg_sq=torch.zeros(numel, device="cuda"),
+    )
+    optimizer = AdamW(Recipe(lr=1e-3), num_threads=1)
+    optimizer.prepare(state)
+    gradient = torch.ones_like(state.weight)
+    hyper = optimizer.hyper_tensor(0).cuda()
+    free_pinned_cache()
+    torch.cuda.reset_peak_memory_stats()  # tuning may clone on the device what stays below the peak
+    before = _pss()
+    with torch.no_grad():
+        optimizer.device_step(state, gradient, hyper=hyper, scale=hyper.new_ones(()))
+    torch.cuda.synchronize()
+    assert _pss() - before < 1 << 27
+    assert state.weight[0] != 1
 
 
 def _pss() -> int:
