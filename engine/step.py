@@ -143,6 +143,8 @@ class Step:
         self.visits = list(self._visits())
         self.host_slab = {v.block: v.host_slab for v in self.visits if v.kind in GRADIENTS}
         self.drops = blocks.drops() | blocks.attention_drops()
+        self.last_evicted = max((*blocks.offloaded, *blocks.attention_moved), default=0)
+        """The last block whose forward an eviction follows; 0 where there is none."""
         self.to_read = [b for b in self._update_order() if blocks.on_disk(b)] if trains else []
         """Blocks whose state must still come from disk, in the order of their updates."""
         self.fetches = self._fetches()
@@ -154,7 +156,6 @@ class Step:
     def operations(self) -> Iterator[Op]:
         """THE step."""
         if self.trains:
-            yield from self.late_moments()  # of the step before
             yield from self.read_first()  # state on disk, as much as there are buffers for
         for visit in self.visits:  # embed, forwards, tail, backwards, embed
             yield from self.drop(visit)  # activations that have left
@@ -164,6 +165,7 @@ class Step:
             yield from self.compute(visit)
             yield from self.attention_given(visit)
             yield from self.evict(visit)  # its activations, to the host
+            yield from self.late_moments(visit)  # of the step before, once nothing is evicted
             yield from self.load_ahead(visit)  # weights of the visits to come
             yield from self.fetch(visit)  # activations of a backward to come
             yield from self.store(visit)  # its gradients; without clipping its update too
@@ -286,7 +288,8 @@ class Step:
         moved = visit.fate is Fate.OFFLOADED or visit.block in self.blocks.attention_moved
         if visit.kind is Kind.FORWARD and moved:
             here, there = f"activations {visit.block}", f"host activations {visit.block}"
-            yield self._op(Kind.EVICT, visit.block, D2H, [here], [there])
+            last = ["evictions"] if visit.block == self.last_evicted else []
+            yield self._op(Kind.EVICT, visit.block, D2H, [here], [there, *last])
 
     def drop(self, visit: Visit) -> Iterator[Op]:
         """Device memory of activations that must have left before this forward, or the loss."""
@@ -423,12 +426,16 @@ class Step:
             reads, here = [f"disk {block}", *self._updates_done()], [f"stage {stage}"]
             yield self._op(Kind.READ_STATE, block, READ, reads, here, stage=stage)
 
-    def late_moments(self) -> Iterator[Op]:
-        """The last step's moments, in the order in which the backward needs the slabs."""
-        if self.blocks.two_passes:
-            for block in filter(self.blocks.late, reversed(self.blocks.hosted)):
-                reads, writes = [f"host slab {block}"], [f"host moments {block}"]
-                yield self._op(Kind.MOMENTS, block, CPU, reads, writes, host_slab=block)
+    def late_moments(self, visit: Visit) -> Iterator[Op]:
+        """The last step's moments, in the order in which the backward needs the slabs: after the
+        last eviction, for both are bound by the host's memory and evictions are waited for."""
+        due = visit.kind in (Kind.EMBED, Kind.FORWARD) and visit.block == self.last_evicted
+        if not (due and self.trains and self.blocks.two_passes):
+            return
+        after = ["evictions"] if visit.block else []
+        for block in filter(self.blocks.late, reversed(self.blocks.hosted)):
+            reads, writes = [f"host slab {block}", *after], [f"host moments {block}"]
+            yield self._op(Kind.MOMENTS, block, CPU, reads, writes, host_slab=block)
 
     def _op(
         self, kind: Kind, block: int, lane: str, reads: list[str], writes: list[str], **places: Any

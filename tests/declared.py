@@ -36,7 +36,7 @@ COMPUTING += (Kind.CLIP, Kind.DROP, Kind.STAGE, Kind.UPDATE_HERE)
 """Kinds that pass values to one another on the compute lane."""
 UPDATING = (Kind.UPDATE, Kind.MOMENTS)
 """Kinds that pass values to one another on the CPU lane."""
-VIRTUAL = frozenset({"updates", "peers"})
+VIRTUAL = frozenset({"updates", "peers", "evictions"})
 """Names that order operations and stand for no memory."""
 
 

@@ -39,9 +39,12 @@ WEIGHTS_BYTES = 18
 ADAMW_SHARE = 0.85
 """Rate of the CPU's AdamW in a run over that of the probe, which has the machine to itself: the
 same rows."""
+BESIDE_LOADS = 0.94
+"""Rate of evictions beside loads and the CPU's AdamW, over that beside AdamW alone: recorded at 14B
+beside 64 cores, 38.6 and 41 GB/s."""
 EVICT_SHARE = 0.92
-"""Rate of evictions, beside loads and the CPU's AdamW, over that of the probe: recorded on an H100,
-3B, where AdamW alone left the probe's copies 0.9 to 1 of their rate."""
+"""The same over that of a copy alone, for rates without one beside AdamW: recorded on an H100 at 3B
+beside 16 cores. Beside 64 it was 0.7: so many threads leave copies less of the host's memory."""
 PARK_SPEED = 3
 """Copying a gradient out of a shared slab on the CPU, in parameters a second over AdamW's: 26 bytes
 against 4, at torch's speed."""
@@ -111,7 +114,8 @@ class Cost:
         return self._evict(self.work.moved_bytes)
 
     def _evict(self, num_bytes: int) -> float:
-        return num_bytes / (self.rates.d2h_bytes * EVICT_SHARE)
+        beside = self.rates.busy_d2h_bytes * BESIDE_LOADS if self._updates_beside else 0.0
+        return num_bytes / (beside or self.rates.d2h_bytes * EVICT_SHARE)
 
     @property
     def forward_s(self) -> float:
@@ -135,6 +139,11 @@ class Cost:
         """Seconds of its second pass."""
         return self.work.layouts[block].numel / (self.rates.moments_params * ADAMW_SHARE)
 
+    @property
+    def _updates_beside(self) -> bool:
+        """Whether the CPU's AdamW runs beside the forward."""
+        return self.blocks.optimizer_overlap and len(self.blocks.hosted) > 0
+
     @cached_property
     def _contention(self) -> float:
         """How much longer the CPU's AdamW takes beside the forward's copies, which share the host's
@@ -142,9 +151,9 @@ class Cost:
 
         Recorded with 7 of 28 layers offloaded at 7B: 1.27 times as long, by this formula 1.27.
         """
-        hosted = sum(self.work.layouts[block].numel for block in self.blocks.hosted)
-        if not self.blocks.optimizer_overlap or not hosted:
+        if not self._updates_beside:
             return 1.0
+        hosted = sum(self.work.layouts[block].numel for block in self.blocks.hosted)
         waiting = (*self.blocks.offloaded, *self.blocks.attention_moved)
         evicted = self.blocks.num_ranks * sum(map(self._waiting_bytes, waiting))
         update_bytes = WEIGHTS_BYTES if self.blocks.two_passes else UPDATE_BYTES

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Event
 
 import torch
 
@@ -59,6 +60,9 @@ class Rates:
     """Bytes read from the drives while as many are written; 0 where none was looked at."""
     disk_write_bytes: float = 0.0
     """Bytes written meanwhile."""
+    busy_d2h_bytes: float = 0.0
+    """Bytes from the device to pinned host memory while the CPU's AdamW runs; 0 where none was
+    looked at."""
 
 
 def measure(
@@ -102,14 +106,16 @@ def _probe(device: torch.device, num_threads: int, pinned: bool, use_native: boo
     # Not the fastest, nor the median: a run meets whatever else the machine does, and its step
     # takes what updates take in the mean.
     adamw, first, second = (PROBE_NUMEL / statistics.mean(times) for times in seconds)
+    store = whole(lambda: host.copy_(here, non_blocking=True))
     return Rates(
         matmul_flops=2 * PROBE_SIZE**3 / _fastest(whole(lambda: torch.matmul(a, a))),
         adamw_params=adamw,
         weights_params=first,
         moments_params=second,
         h2d_bytes=PROBE_BYTES / _fastest(whole(lambda: here.copy_(host, non_blocking=True))),
-        d2h_bytes=PROBE_BYTES / _fastest(whole(lambda: host.copy_(here, non_blocking=True))),
+        d2h_bytes=PROBE_BYTES / _fastest(store),
         device_bytes=2 * PROBE_BYTES / _fastest(whole(lambda: there.copy_(here))),
+        busy_d2h_bytes=PROBE_BYTES / _beside(updates[1], store),
     )
 
 
@@ -159,6 +165,28 @@ def _fastest(work: Callable[[], object]) -> float:
     while not seconds or time.perf_counter() < until:
         seconds += _in_turns([work], COPY_ROUNDS)[0]
     return min(seconds)
+
+
+def _beside(other: Callable[[], object], work: Callable[[], object]) -> float:
+    """Mean seconds of `work` while a thread does `other` over and over."""
+    done = Event()
+
+    def over_and_over() -> None:
+        while not done.is_set():
+            other()
+
+    with ThreadPoolExecutor(1) as thread:
+        beside = thread.submit(over_and_over)
+        started, count = time.perf_counter(), 0
+        try:
+            while not count or time.perf_counter() - started < COPY_SECONDS:
+                work()
+                count += 1
+            seconds = (time.perf_counter() - started) / count
+        finally:
+            done.set()
+        beside.result()
+    return seconds
 
 
 def _in_turns(works: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:

@@ -4,6 +4,7 @@ against brute force."""
 import itertools
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from engine.layout import Layout, pack
 from engine.planner import rates as probing
 from engine.planner.cost import (
     ADAMW_SHARE,
+    BESIDE_LOADS,
     EVICT_SHARE,
     LAYER_EFFICIENCY,
     UPDATE_BYTES,
@@ -228,6 +230,15 @@ def test_an_eviction_takes_longer_than_the_probed_copy() -> None:
     assert [cost.seconds(op) for op in evictions] == [cost.evict_s] * 2
 
 
+def test_an_eviction_takes_as_long_as_the_probe_beside_adamw_says_where_adamw_runs() -> None:
+    rates = replace(RATES, d2h_bytes=1e6 / 0.002, busy_d2h_bytes=1e6 / 0.003)
+    blocks = replace(BLOCKS, offload_activations=2)
+    assert cost_of(blocks, rates).evict_s == pytest.approx(0.003 / BESIDE_LOADS)
+    for alone in ({"device_optimizer": blocks.num_blocks}, {"optimizer_overlap": False}):
+        cost = cost_of(replace(blocks, **alone), rates)
+        assert cost.evict_s == pytest.approx(0.002 / EVICT_SHARE)
+
+
 def test_the_parts_of_a_fetch_take_as_long_as_the_whole() -> None:
     blocks = replace(BLOCKS, offload_activations=2)
     cost = cost_of(blocks, replace(RATES, h2d_bytes=1e6 / 0.003))
@@ -395,3 +406,34 @@ def test_a_link_that_is_slow_at_first_is_probed_until_it_is_not() -> None:
         time.sleep(0.02 if len(done) <= probing.COPY_ROUNDS + 1 else 0.001)
 
     assert probing._fastest(copy) < 0.01
+
+
+def test_a_probe_beside_other_work_is_the_mean_while_that_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(probing, "COPY_SECONDS", 0.2)
+    seen: list[int] = []
+    done: list[int] = []
+
+    def other() -> None:
+        time.sleep(0.001)
+        done.append(1)
+
+    def copy() -> None:
+        time.sleep(0.02 if len(seen) % 2 else 0.04)
+        seen.append(len(done))
+
+    assert 0.03 <= probing._beside(other, copy) < 0.045
+    assert seen[0] < seen[1] < seen[-1], "it did not stop in between"
+    after = len(done)
+    time.sleep(0.02)
+    assert len(done) == after, "and stops with the probe"
+
+
+def test_a_probe_whose_other_work_fails_says_so() -> None:
+    with pytest.raises(OSError, match="gone"):
+        probing._beside(partial(_raise, OSError("gone")), lambda: None)
+
+
+def _raise(error: Exception) -> None:
+    raise error

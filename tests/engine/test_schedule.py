@@ -10,6 +10,7 @@ import pytest
 from engine.__main__ import drawing
 from engine.blocks import Blocks, Fate
 from engine.step import H2D, PARTS, Kind, Op, operations
+from engine.timeline import simulate
 
 
 def unroll(ops: tuple[Op, ...], num_steps: int = 3) -> list[tuple[Op, list[int]]]:
@@ -242,6 +243,19 @@ def test_moments_are_updated_last_block_first_before_their_slabs_are_written_aga
             if op.kind is Kind.MOMENTS and op.block == unrolled[store][0].block
         ]
         assert before[store] >> own[-1] & 1
+
+
+@pytest.mark.parametrize("placed", [{"offload_activations": 3}, {"offload_attention": 2}], ids=str)
+def test_no_moments_are_updated_before_the_last_eviction(placed):
+    """Both are bound by the host's memory, and the forward waits for evictions alone."""
+    ops = operations(Blocks(num_layers=6, late_moments=True, **placed))
+    last = [i for i, op in enumerate(ops) if op.kind is Kind.EVICT][-1]
+    moments = [i for i, op in enumerate(ops) if op.kind is Kind.MOMENTS]
+    assert len(moments) == 8
+    assert (0, last) in ops[moments[0]].waits
+    quick = simulate(ops, lambda op: 0.1 if op.kind is Kind.MOMENTS else 1.0)
+    evicted = max(i.end_s for i in quick.intervals if i.label.startswith("evict"))
+    assert all(i.start_s >= evicted for i in quick.intervals if i.label.startswith("moments"))
 
 
 @pytest.mark.parametrize(

@@ -501,7 +501,9 @@ MUTANTS = (
     *_changes(
         "planner/cost.py",
         "test_placement.py",
-        ("Z80", "(self.rates.d2h_bytes * EVICT_SHARE)", "self.rates.d2h_bytes"),
+        ("Z80", "self.rates.d2h_bytes * EVICT_SHARE)", "self.rates.d2h_bytes)"),
+        ("Z183", "self.rates.busy_d2h_bytes * BESIDE_LOADS", "self.rates.busy_d2h_bytes"),
+        ("Z184", "BESIDE_LOADS if self._updates_beside else 0.0", "BESIDE_LOADS"),
         ("Z81", "return self._evict(self.work.moved_bytes)", "return self.work.moved_bytes"),
         ("Z82", "op.part[1] / rates.h2d_bytes", "1 / rates.h2d_bytes"),
     ),
@@ -742,8 +744,8 @@ MUTANTS = (
         ),
         (
             "S42",
-            "if self.trains:\n            yield from self.late_moments()",
-            "if True:\n            yield from self.late_moments()",
+            "due and self.trains and self.blocks.two_passes",
+            "due and self.blocks.two_passes",
             f"{EVALUATION}test_an_evaluation_is_that_of_the_updates_that_were_under_way",
         ),
         (
@@ -755,7 +757,19 @@ MUTANTS = (
         ("S4", "[here], [there], **places", "[], [there], **places"),
         ("S5", 'if parked else f"host slab {slab}"', 'if parked else "verdict"'),
         ("S6", 'COMPUTE, reads, ["verdict", *self.peers]', "COMPUTE, reads, [*self.peers]"),
-        ("S7", "visit.block, D2H, [here], [there]", "visit.block, D2H, [], [there]"),
+        ("S7", "visit.block, D2H, [here], [there, *", "visit.block, D2H, [], [there, *"),
+        (
+            "S170",
+            '["evictions"] if visit.block == self.last_evicted else []',
+            "list[str]()",
+            f"{SCHEDULE}test_no_moments_are_updated_before_the_last_eviction",
+        ),
+        (
+            "S171",
+            "max((*blocks.offloaded, *blocks.attention_moved), default=0)",
+            "max(blocks.offloaded, default=0)",
+            f"{SCHEDULE}test_no_moments_are_updated_before_the_last_eviction",
+        ),
         ("S8", "H2D, [there], [here], part", "H2D, [], [here], part", TOUCHED),
         ("S9", "reads, writes = [_weights(block, visit.slot)], ", "reads, writes = list[str](), "),
         ("S10", "next(slots) % b.depth", "0", RINGS),
@@ -767,15 +781,15 @@ MUTANTS = (
         ("S16", 'return [] if self.blocks.optimizer_overlap else ["updates"]', "return []", SERIAL),
         (
             "S17",
-            '[f"host slab {block}"], [f"host moments {block}"]',
-            '[f"host slab {block}"], list[str]()',
+            '[f"host slab {block}", *after], [f"host moments {block}"]',
+            '[f"host slab {block}", *after], list[str]()',
             TOUCHED,
         ),
         ("S18", "next(turns) % b.gradient_slabs", "0", RINGS),
         (
             "S19",
-            '[f"host slab {block}"], [f"host moments {block}"]',
-            'list[str](), [f"host moments {block}"]',
+            '[f"host slab {block}", *after], [f"host moments {block}"]',
+            'after, [f"host moments {block}"]',
         ),
         ("S20", "late, reversed(self.blocks.hosted))", "late, self.blocks.hosted)", LATE),
         (
