@@ -13,6 +13,7 @@ from analysis.figures import of_record, of_study, step
 
 TITLES = {name: title for name, (title, _) in of_record.DRAWN.items()}
 TITLES["timeline"] = "One recorded step"
+TITLES["timeline_14b"] = "One recorded step at 14B, and as it was predicted"
 """What the index page calls the pictures that are of no study."""
 
 
@@ -30,3 +31,5 @@ def all_figures(lines: pd.DataFrame, results: Path) -> Iterator[tuple[str, Calla
     recorded = [step.load(path)[0] for path in sorted((results / "timelines").glob("*.json"))]
     if recorded:
         yield "timeline", partial(step.draw, recorded)
+    for path in sorted((results / "timelines").glob("*/*.json")):
+        yield f"timeline_{path.parent.name}", partial(step.draw, step.load(path))
