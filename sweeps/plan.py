@@ -292,7 +292,7 @@ def rate_card(rates: Rates) -> str:
         "moments_params": (1e9, "its moments"),
         "h2d_bytes": (1e9, "GB/s in"),
         "d2h_bytes": (1e9, "GB/s out"),
-        "busy_d2h_bytes": (1e9, "GB/s out beside AdamW"),
+        "evict_bytes": (1e9, "GB/s out beside AdamW"),
         "device_bytes": (1e9, "GB/s device memory"),
         "peer_bytes": (1e9, "GB/s from other devices"),
         "disk_read_bytes": (1e9, "GB/s from disk"),

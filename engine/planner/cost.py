@@ -114,7 +114,7 @@ class Cost:
         return self._evict(self.work.moved_bytes)
 
     def _evict(self, num_bytes: int) -> float:
-        beside = self.rates.busy_d2h_bytes * BESIDE_LOADS if self._updates_beside else 0.0
+        beside = self.rates.evict_bytes * BESIDE_LOADS if self._updates_beside else 0.0
         return num_bytes / (beside or self.rates.d2h_bytes * EVICT_SHARE)
 
     @property

@@ -60,7 +60,7 @@ class Rates:
     """Bytes read from the drives while as many are written; 0 where none was looked at."""
     disk_write_bytes: float = 0.0
     """Bytes written meanwhile."""
-    busy_d2h_bytes: float = 0.0
+    evict_bytes: float = 0.0
     """Bytes from the device to pinned host memory while the CPU's AdamW runs; 0 where none was
     looked at."""
 
@@ -115,7 +115,7 @@ def _probe(device: torch.device, num_threads: int, pinned: bool, use_native: boo
         h2d_bytes=PROBE_BYTES / _fastest(whole(lambda: here.copy_(host, non_blocking=True))),
         d2h_bytes=PROBE_BYTES / _fastest(store),
         device_bytes=2 * PROBE_BYTES / _fastest(whole(lambda: there.copy_(here))),
-        busy_d2h_bytes=PROBE_BYTES / _beside(updates[1], store),
+        evict_bytes=PROBE_BYTES / _beside(updates[1], store),
     )
 
 

@@ -231,7 +231,7 @@ def test_an_eviction_takes_longer_than_the_probed_copy() -> None:
 
 
 def test_an_eviction_takes_as_long_as_the_probe_beside_adamw_says_where_adamw_runs() -> None:
-    rates = replace(RATES, d2h_bytes=1e6 / 0.002, busy_d2h_bytes=1e6 / 0.003)
+    rates = replace(RATES, d2h_bytes=1e6 / 0.002, evict_bytes=1e6 / 0.003)
     blocks = replace(BLOCKS, offload_activations=2)
     assert cost_of(blocks, rates).evict_s == pytest.approx(0.003 / BESIDE_LOADS)
     for alone in ({"device_optimizer": blocks.num_blocks}, {"optimizer_overlap": False}):

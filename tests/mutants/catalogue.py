@@ -502,7 +502,7 @@ MUTANTS = (
         "planner/cost.py",
         "test_placement.py",
         ("Z80", "self.rates.d2h_bytes * EVICT_SHARE)", "self.rates.d2h_bytes)"),
-        ("Z183", "self.rates.busy_d2h_bytes * BESIDE_LOADS", "self.rates.busy_d2h_bytes"),
+        ("Z183", "self.rates.evict_bytes * BESIDE_LOADS", "self.rates.evict_bytes"),
         ("Z184", "BESIDE_LOADS if self._updates_beside else 0.0", "BESIDE_LOADS"),
         ("Z81", "return self._evict(self.work.moved_bytes)", "return self.work.moved_bytes"),
         ("Z82", "op.part[1] / rates.h2d_bytes", "1 / rates.h2d_bytes"),

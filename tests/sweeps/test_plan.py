@@ -140,7 +140,7 @@ def test_what_does_not_fit_or_is_mistyped_is_one_line(arguments, code, said, cap
 
 
 def test_a_plan_says_what_windows_will_read(capsys, monkeypatch):
-    """The headline's own: 4.99 s in windows of five steps by the machine's probe, from which these
+    """The headline's own: 4.99 s in windows of five steps by the machine's probe, from which most of these
     rates are."""
     study = [
         "model=qwen2.5-14b",
@@ -158,7 +158,7 @@ def test_a_plan_says_what_windows_will_read(capsys, monkeypatch):
         float(re.search(form, said)[1])
         for form in (r"predicted step ([\d.]+) s", r"  ([\d.]+) s in windows of 5 steps")
     )
-    assert steady < windows == pytest.approx(4.88, rel=0.01)
+    assert steady < windows == pytest.approx(4.93, rel=0.01)
 
 
 @pytest.mark.parametrize(("batch_size", "passes"), [(2, "one pass"), (32, "two passes")])
