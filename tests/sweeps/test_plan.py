@@ -140,8 +140,8 @@ def test_what_does_not_fit_or_is_mistyped_is_one_line(arguments, code, said, cap
 
 
 def test_a_plan_says_what_windows_will_read(capsys, monkeypatch):
-    """The headline's own: 4.99 s in windows of five steps by the machine's probe, from which most of these
-    rates are."""
+    """The headline's own: 4.99 s in windows of five steps by the machine's probe, from which most
+    of these rates are."""
     study = [
         "model=qwen2.5-14b",
         "system=megatrain_fast",
