@@ -2,6 +2,7 @@
 
     <!--{ratio:vs_zero3_14b/fast/zero3}-->1.75x<!--/-->          shown as 1.75x
     <!--{interval:vs_zero3_7b@ba71c3ca/fast/twinflow}-->...   of that run, else the leading one
+    <!--{share:saving@2fa189ef/fast}-->95%<!--/-->               of the peak that its GPU sustains
     <!--{table:vs_zero3_14b/5}-->                                the first lines of its table
 
 A line is named by its family, less megatrain_ and zero3_, and, where several ran, its mode: `fast`,
@@ -61,6 +62,8 @@ def number(kind: str, what: str, lines: pd.DataFrame) -> str:
         match kind, asked:
             case "speed", [one]:
                 return f"{one['tokens_per_s']:,.0f}"
+            case "share", [one] if not pd.isna(one["mfu_sustained"]):
+                return f"{one['mfu_sustained']:.0%}"
             case "repeats", [one]:
                 return str(one["num_repeats"])
             case "machine", [one]:
@@ -82,7 +85,7 @@ def number(kind: str, what: str, lines: pd.DataFrame) -> str:
                 x = str(studies.of_rows(place, every).x)
                 known = every[every["tokens_per_s"].notna()][x].dropna()
                 return names.value(x, int(known.min() if kind == "least" else known.max()))
-        allowed = "speed, repeats, machine, ratio, interval, spread, runs, least, most, table"
+        allowed = "speed, share, repeats, machine, ratio, interval, spread, runs, least, most, table"
         raise ValueError(f"allowed {allowed}, each of its number of lines; mend the marker")
     except ValueError as error:
         raise ValueError(f"{{{kind}:{what}}}: {error}") from None

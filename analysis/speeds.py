@@ -26,6 +26,7 @@ LINE = ["study", "run", "configuration", "family", "mode"]
 """What the repeats of one measurement share."""
 LARGEST = ["device_gb", "host_gb", "max_loss_difference"]
 MEAN = ["steady_tokens_per_s", "tflops_6p", "tflops_6p_causal", "tflops_paper", "mfu"]
+MEAN += ["mfu_sustained"]
 """Columns of which repeats give the largest, and the harmonic mean; of the others the first."""
 
 

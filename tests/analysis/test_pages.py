@@ -95,6 +95,7 @@ def test_a_number_says_what_it_should() -> None:
     assert numbers.number("spread", "vs_zero3_7b/fast/twinflow", three) == "1.55x to 1.61x"
     assert numbers.number("runs", "vs_zero3_7b/fast/twinflow", three) == "3 runs"
     assert numbers.number("repeats", "vs_zero3_14b/fast", LINES) == "3"
+    assert numbers.number("share", "saving@2fa189ef/fast", LINES) == "95%"
     assert numbers.number("most", "context_length", LINES) == "512K"
     rival = numbers.line(numbers.run_of("vs_zero3_7b", LINES), "rival")
     assert names.name(rival) == "Twin-Flow, compiled"
