@@ -85,8 +85,8 @@ def number(kind: str, what: str, lines: pd.DataFrame) -> str:
                 x = str(studies.of_rows(place, every).x)
                 known = every[every["tokens_per_s"].notna()][x].dropna()
                 return names.value(x, int(known.min() if kind == "least" else known.max()))
-        allowed = "speed, share, repeats, machine, ratio, interval, spread, runs, least, most, table"
-        raise ValueError(f"allowed {allowed}, each of its number of lines; mend the marker")
+        allowed = "speed, share, repeats, machine, ratio, interval, spread, runs, least, most"
+        raise ValueError(f"allowed {allowed}, table, each of its number of lines; mend the marker")
     except ValueError as error:
         raise ValueError(f"{{{kind}:{what}}}: {error}") from None
 
