@@ -30,7 +30,8 @@ def answer(study: Study, lines: pd.DataFrame) -> str:
     if study.effect:
         return _effect(study, ready, [studies.same_work(one, main) for one in others])
     if study.hue == "system":
-        return _over_zero3(study, ready) or _ends(study, lines[speeds.comparable(lines)])
+        alike = pd.concat([main, *(studies.same_work(one, main) for one in others)])
+        return _over_zero3(study, ready) or _ends(study, alike[speeds.comparable(alike)])
     told = _settings(study, ready)
     return f"{told} {losses(study, ready)}" if study.figure == "losses" else told
 
@@ -53,7 +54,7 @@ def _comparison(study: Study, ready: pd.DataFrame) -> str:
     known = _known(speeds.ratio(best, base))
     told = f"{names.name(best)} is {known} as fast as {names.name(base)}."
     steady = best["steady_tokens_per_s"] / base["steady_tokens_per_s"]
-    if not pd.isna(steady):
+    if f"{steady:.2f}" not in ("nan", f"{best['tokens_per_s'] / base['tokens_per_s']:.2f}"):
         told += f" In steady training, without the waits at a window's end, it is {steady:.2f}x."
     others = ranked[speeds.rivals(ranked) & (ranked["family"] != best["family"])]
     if len(others) and (rival := speeds.fastest(others)).name != base.name:

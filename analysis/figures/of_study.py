@@ -32,10 +32,11 @@ def drawable(study: Study, lines: pd.DataFrame) -> bool:
 
 
 def draw(study: Study, lines: pd.DataFrame, beside: Iterable[pd.DataFrame] = ()) -> Figure:
-    """The figure of a study's lines: of all runs for lines along x, else of the leading one."""
+    """The figure of a study's lines: for lines along x of all runs of the same work, else of the
+    leading one."""
     lead = studies.leading(study, lines)
     if study.figure == "lines":
-        ordered = pd.concat([lead, lines.drop(lead.index)])
+        ordered = pd.concat([lead, studies.same_work(lines.drop(lead.index), lead)])
         return along(study, ordered, pd.concat([lines[:0], *beside]))
     if study.figure == "quality":
         return quality(study, lines)
