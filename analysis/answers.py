@@ -30,8 +30,8 @@ def answer(study: Study, lines: pd.DataFrame) -> str:
     if study.effect:
         return _effect(study, ready, [studies.same_work(one, main) for one in others])
     if study.hue == "system":
-        alike = pd.concat([main, *(studies.same_work(one, main) for one in others)])
-        return _over_zero3(study, ready) or _ends(study, alike[speeds.comparable(alike)])
+        same = pd.concat([main, *(studies.same_work(one, main) for one in others)])
+        return _over_zero3(study, ready) or _ends(study, same[speeds.comparable(same)])
     told = _settings(study, ready)
     return f"{told} {losses(study, ready)}" if study.figure == "losses" else told
 
