@@ -81,6 +81,8 @@ class Trainer:
         self._store = on_cores(self.cores, make) if self.cores else make()
         if self.device.type == "cuda" and spec.on_device:
             optimizer.prepare(self._store.states[0])
+            torch.cuda.synchronize(self.device)
+            free_pinned_cache()
         load(self._store, self._decoder, weights)
         self._store.spread()
         self._saver = Saver(self._store)

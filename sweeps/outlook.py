@@ -175,13 +175,13 @@ def refusal_of(plan: Plan, cell: Cell, share: float = 1.0) -> str | None:
     if device != "cpu":
         needs.insert(0, ("device", plan.device_bytes))
     for kind, needed in needs:
-        has = machine[f"{kind}_bytes"]
+        has, name = machine[f"{kind}_bytes"], f"{kind}_bytes"
         if has is not None and needed > share * has:
+            limited = getattr(cell.machine, name) is not None
+            more = f", or raise machine.{name} if the machine has more" if limited else ""
             return (
                 f"model: got {cell.model.name}, which needs {needed:,} bytes of {kind} memory, "
-                "allowed "
-                f"{has:,}; choose a smaller model or shape, or set machine.{kind}_bytes if the "
-                "machine has more"
+                f"allowed {has:,}; choose a smaller model or shape{more}"
             )
     return None
 

@@ -33,6 +33,7 @@ from sweeps.cluster import Submission
 from sweeps.command import command_of, compose_cell, left_out
 from sweeps.command_line import mend_streams
 from sweeps.errors import USER_ERRORS, one_line, overrides_in
+from sweeps.outlook import require_memory
 from sweeps.session import Session
 
 REPORTED_WITH = ("matplotlib", "pandas", "rich", "scipy", "tabulate")
@@ -58,6 +59,7 @@ def _job(cfg: DictConfig, session: Session) -> float:
         cell = compose_cell(cfg)
         if left_out(cell, choices.get("system")):
             return 0.0
+        require_memory([cell])
         number = int(config.job.num) + 1 if config.mode == RunMode.MULTIRUN else 1
         row = session.run(cell, f"[{number}]", trial=bool(choices.get("tune")))
         return (row and row.tokens_per_s) or 0.0

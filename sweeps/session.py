@@ -50,7 +50,7 @@ class Session:
         ValueError, one line, for a cell that its system would refuse, and for a limit of memory
         that this machine has not; what its system refuses, a cell alone says itself.
         """
-        require_memory(cells)
+        require_memory([cell for cell in cells if not self.rows.standing(cell)])
         self.cells = list(cells)
         if len(cells) > 1:
             print(f"{cells[0].experiment}: looking at {len(cells)} cells", flush=True)

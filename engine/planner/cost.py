@@ -114,8 +114,20 @@ class Cost:
         return self._evict(self.work.moved_bytes)
 
     def _evict(self, num_bytes: int) -> float:
-        beside = self.rates.evict_bytes * BESIDE_LOADS if self._updates_beside else 0.0
-        return num_bytes / (beside or self.rates.d2h_bytes * EVICT_SHARE)
+        alone, beside = self.rates.d2h_bytes, self.rates.evict_bytes
+        if not beside:
+            return num_bytes / (alone * EVICT_SHARE)
+        share = self._updating_share
+        return num_bytes * (share / beside + (1 - share) / alone) / BESIDE_LOADS
+
+    @cached_property
+    def _updating_share(self) -> float:
+        """Share of the forward in which the CPU's AdamW runs."""
+        if not self.blocks.deferred:  # it runs beside the backward
+            return 0.0
+        updates = sum(map(self._update_s, self.blocks.hosted)) * self._contention
+        forward = sum(self._forward(layout.num_params) for layout in self.work.layouts[1:-1])
+        return min(1.0, updates / forward) if self._updates_beside else 0.0
 
     @property
     def forward_s(self) -> float:

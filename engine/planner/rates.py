@@ -114,8 +114,8 @@ def _probe(device: torch.device, num_threads: int, pinned: bool, use_native: boo
         moments_params=second,
         h2d_bytes=PROBE_BYTES / _fastest(whole(lambda: here.copy_(host, non_blocking=True))),
         d2h_bytes=PROBE_BYTES / _fastest(store),
-        device_bytes=2 * PROBE_BYTES / _fastest(whole(lambda: there.copy_(here))),
         evict_bytes=PROBE_BYTES / _beside(updates[1], store),
+        device_bytes=2 * PROBE_BYTES / _fastest(whole(lambda: there.copy_(here))),
     )
 
 
@@ -169,24 +169,27 @@ def _fastest(work: Callable[[], object]) -> float:
 
 def _beside(other: Callable[[], object], work: Callable[[], object]) -> float:
     """Mean seconds of `work` while a thread does `other` over and over."""
-    done = Event()
+    begun, done, seconds = Event(), Event(), list[float]()
 
     def over_and_over() -> None:
-        while not done.is_set():
-            other()
+        try:
+            while not done.is_set():
+                other()
+                begun.set()
+        finally:
+            begun.set()
 
     with ThreadPoolExecutor(1) as thread:
         beside = thread.submit(over_and_over)
-        started, count = time.perf_counter(), 0
         try:
-            while not count or time.perf_counter() - started < COPY_SECONDS:
-                work()
-                count += 1
-            seconds = (time.perf_counter() - started) / count
+            begun.wait()
+            until = time.perf_counter() + COPY_SECONDS
+            while not seconds or time.perf_counter() < until:
+                seconds += _in_turns([work], COPY_ROUNDS)[0]
         finally:
             done.set()
         beside.result()
-    return seconds
+    return statistics.mean(seconds)
 
 
 def _in_turns(works: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:

@@ -232,11 +232,21 @@ def test_an_eviction_takes_longer_than_the_probed_copy() -> None:
 
 def test_an_eviction_takes_as_long_as_the_probe_beside_adamw_says_where_adamw_runs() -> None:
     rates = replace(RATES, d2h_bytes=1e6 / 0.002, evict_bytes=1e6 / 0.003)
-    blocks = replace(BLOCKS, offload_activations=2)
-    assert cost_of(blocks, rates).evict_s == pytest.approx(0.003 / BESIDE_LOADS)
-    for alone in ({"device_optimizer": blocks.num_blocks}, {"optimizer_overlap": False}):
-        cost = cost_of(replace(blocks, **alone), rates)
-        assert cost.evict_s == pytest.approx(0.002 / EVICT_SHARE)
+    blocks = replace(BLOCKS, offload_activations=2, device_optimizer=8)
+    cost = cost_of(blocks, rates)
+    share = cost._updating_share
+    assert 0 < share < 1
+    updates = [cost.seconds(op) for op in operations(blocks) if op.kind is Kind.UPDATE]
+    assert share == pytest.approx(sum(updates) / (blocks.num_layers * cost.forward_s))
+    told = (share * 0.003 + (1 - share) * 0.002) / BESIDE_LOADS
+    assert cost.evict_s == pytest.approx(told)
+    slow = replace(rates, adamw_params=1e6)
+    assert cost_of(blocks, slow).evict_s == pytest.approx(0.003 / BESIDE_LOADS)
+    for alone in ({"device_optimizer": blocks.num_blocks}, {"clip": False}):
+        cost = cost_of(replace(blocks, **alone), slow)
+        assert cost.evict_s == pytest.approx(0.002 / BESIDE_LOADS)
+    serial = replace(blocks, optimizer_overlap=False)  # it runs before the forward
+    assert cost_of(serial, slow).evict_s == pytest.approx(0.002 / BESIDE_LOADS)
 
 
 def test_the_parts_of_a_fetch_take_as_long_as_the_whole() -> None:

@@ -501,9 +501,10 @@ MUTANTS = (
     *_changes(
         "planner/cost.py",
         "test_placement.py",
-        ("Z80", "self.rates.d2h_bytes * EVICT_SHARE)", "self.rates.d2h_bytes)"),
-        ("Z183", "self.rates.evict_bytes * BESIDE_LOADS", "self.rates.evict_bytes"),
-        ("Z184", "BESIDE_LOADS if self._updates_beside else 0.0", "BESIDE_LOADS"),
+        ("Z80", "num_bytes / (alone * EVICT_SHARE)", "num_bytes / alone"),
+        ("Z183", "/ alone) / BESIDE_LOADS", "/ alone)"),
+        ("Z184", "min(1.0, updates / forward) if self._updates_beside else 0.0", "1.0"),
+        ("Z185", "if not self.blocks.deferred:  #", "if False:  #"),
         ("Z81", "return self._evict(self.work.moved_bytes)", "return self.work.moved_bytes"),
         ("Z82", "op.part[1] / rates.h2d_bytes", "1 / rates.h2d_bytes"),
     ),

@@ -223,8 +223,8 @@ def test_time_and_energy_are_told_where_they_are_known(step_s, watts, told):
 
 def test_memory_is_told_before_the_first_step(tmp_path, capfd):
     """All of it is the host's where there is no device."""
-    assert trained(tmp_path, "train.steps=6", "machine.host_bytes=8000000000") == 0
-    assert " of 8.0 GB on the host\n" in capfd.readouterr().out
+    assert trained(tmp_path, "train.steps=6", "machine.host_bytes=4000000000") == 0
+    assert " of 4.0 GB on the host\n" in capfd.readouterr().out
     plan = {"host": {"a": 10**9, "b": 10**9}, "device": {"c": 5 * 10**8}}
     told = train.memory_use(plan, {"host_bytes": 4 * 10**9, "device_bytes": 10**9})
     assert told == "2.00 of 4.0 GB on the host, 0.50 of 1.0 GB on the device"
