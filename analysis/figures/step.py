@@ -93,8 +93,8 @@ def draw(steps: Sequence[Step]) -> Figure:
     """One panel a step, the longest first: how long each lane works, and how much is hidden."""
     ordered = sorted(steps, key=lambda step: -step.step_s)
     long, short = ordered[0], ordered[-1]
-    times = f"takes {long.step_s / short.step_s:.1f}x as long as one of {short.name}"
-    title = f"A step of {long.name} {times}" if long.name != short.name else long.name
+    other = f" and one of {short.name}" if long.name != short.name else ""
+    title = f"A recorded step of {long.name}{other}"
     heights = [len(step.lanes) for step in ordered]
     figure = Figure(figsize=(style.PAGE_IN, 1.1 + sum(0.3 + 0.17 * lanes for lanes in heights)))
     panels = figure.subplots(len(ordered), height_ratios=heights, sharex=True, squeeze=False).flat

@@ -123,11 +123,11 @@ class Cost:
     @cached_property
     def _updating_share(self) -> float:
         """Share of the forward in which the CPU's AdamW runs."""
-        if not self.blocks.deferred:  # it runs beside the backward
+        if not (self.blocks.deferred and self._updates_beside):  # without clipping: the backward
             return 0.0
         updates = sum(map(self._update_s, self.blocks.hosted)) * self._contention
         forward = sum(self._forward(layout.num_params) for layout in self.work.layouts[1:-1])
-        return min(1.0, updates / forward) if self._updates_beside else 0.0
+        return min(1.0, updates / forward)
 
     @property
     def forward_s(self) -> float:
