@@ -245,9 +245,11 @@ def known_rates(cell: Cell, rows: Rows) -> dict[str, float] | None:
 
 
 def _probing(config: Mapping[str, Any]) -> list[Any]:
-    """What a probe depends on: options, of which a row that is older has none, and drives."""
-    known = hashed(config)["system"]
-    return [*(known.get(name) or None for name in PROBED), drives_of(config)]
+    """What a probe depends on: options, of which a row that is older has none, the drives, and the
+    model, a layer of which AdamW is probed on."""
+    known = hashed(config)
+    options = [known["system"].get(name) or None for name in PROBED]
+    return [*options, drives_of(config), known["model"]]
 
 
 def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, Any]) -> Row:

@@ -79,8 +79,10 @@ class Planner:
         names = [field.name for field in fields(Rates)]
         pinned, use_native = self.config.pinned != "none", not self.config.torch_adamw
         if self.ranks.index == 0:
-            threads = self.num_threads
-            found = measure(self.device, threads, pinned=pinned, use_native=use_native)
+            layer = self.work.layouts[1].numel
+            found = measure(
+                self.device, self.num_threads, layer, pinned=pinned, use_native=use_native
+            )
         else:
             found = Rates(**dict.fromkeys(names, 0.0))
         if self.config.disk_blocks and self.ranks.index == 0:

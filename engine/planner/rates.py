@@ -23,13 +23,16 @@ from engine.ranks import Ranks
 from engine.recipe import Recipe
 from engine.store import Arena, free_pinned_cache
 
-UPDATE_ROUNDS = 24
-"""Rounds per kind of update; half a second in all. The mean of 9 varied by 30% from one process to
-the next on one machine."""
+UPDATED = 24 << 26
+"""Parameters per kind of update, in whole rounds; half a second in all. The mean of 9 rounds of
+1 << 26 varied by 30% from one process to the next on one machine."""
+SMALLEST_BLOCK, LARGEST_BLOCK = 1 << 26, 1 << 28
+"""Parameters of the block that is updated: as many as a layer of the model has, within these. On a
+machine of 64 cores every update took some 5 ms more than its bytes, and a block of 1 << 26 read
+half the rate that the run's layers had, of 1 << 28."""
 COPY_ROUNDS, COPY_SECONDS = 8, 0.25
 """Rounds of a product or a copy at least, and for how long: the best counts. The best of 8 rounds,
 0.06 s, was once 40% too slow: an H100's copies that did 51 to 55 GB/s in the step that followed."""
-PROBE_NUMEL = 1 << 26
 PROBE_SIZE = 8192
 PROBE_BYTES = 1 << 28
 DISK_BYTES = 1 << 30
@@ -66,21 +69,29 @@ class Rates:
 
 
 def measure(
-    device: torch.device, num_threads: int, *, pinned: bool = True, use_native: bool = True
+    device: torch.device,
+    num_threads: int,
+    layer_numel: int,
+    *,
+    pinned: bool = True,
+    use_native: bool = True,
 ) -> Rates:
-    """Probe the rates of this machine; two or three seconds, 0.8 GiB of device and 1.1 GiB of host
-    memory for that time.
+    """Probe the rates of this machine; two or three seconds, 0.8 GiB of device and 1.1 to 3.8 GiB
+    of host memory for that time.
 
-    pinned: whether the link is probed from pinned memory. use_native: as AdamW's.
+    layer_numel: parameters of a layer of the model, as many as AdamW is probed on. pinned: whether
+    the link is probed from pinned memory. use_native: as AdamW's.
     """
     try:
-        return _probe(device, num_threads, pinned, use_native)
+        return _probe(device, num_threads, layer_numel, pinned, use_native)
     finally:
         torch.cuda.empty_cache()
         free_pinned_cache()
 
 
-def _probe(device: torch.device, num_threads: int, pinned: bool, use_native: bool) -> Rates:
+def _probe(
+    device: torch.device, num_threads: int, layer_numel: int, pinned: bool, use_native: bool
+) -> Rates:
     a = torch.randn(PROBE_SIZE, PROBE_SIZE, dtype=torch.bfloat16, device=device)
     host = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=pinned)
     here, there = (torch.empty(PROBE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
@@ -92,20 +103,10 @@ def _probe(device: torch.device, num_threads: int, pinned: bool, use_native: boo
 
         return all_of_it
 
-    weight, gradient = (torch.zeros(PROBE_NUMEL, dtype=torch.bfloat16) for _ in range(2))
-    extra, moments = (
-        torch.zeros(PROBE_NUMEL, dtype=torch.int16),
-        [torch.zeros(PROBE_NUMEL) for _ in range(2)],
-    )
-    state = BlockState(weight=weight, extra=extra, exp_avg=moments[0], exp_avg_sq=moments[1])
     optimizer = AdamW(Recipe(), num_threads=num_threads, use_native=use_native)
-
-    update = partial(optimizer.step, state, gradient, step=0, scale=1.0)
-    updates = [partial(update, taken=taken) for taken in (Pass.BOTH, Pass.WEIGHTS, Pass.MOMENTS)]
-    seconds = _in_turns(updates, UPDATE_ROUNDS)
-    # Not the fastest, nor the median: a run meets whatever else the machine does, and its step
-    # takes what updates take in the mean.
-    adamw, first, second = (PROBE_NUMEL / statistics.mean(times) for times in seconds)
+    numel = min(max(SMALLEST_BLOCK, layer_numel), LARGEST_BLOCK)
+    updates = _updates(numel, optimizer)
+    adamw, first, second = _params_per_s(numel, updates)
     store = whole(lambda: host.copy_(here, non_blocking=True))
     return Rates(
         matmul_flops=2 * PROBE_SIZE**3 / _fastest(whole(lambda: torch.matmul(a, a))),
@@ -117,6 +118,23 @@ def _probe(device: torch.device, num_threads: int, pinned: bool, use_native: boo
         evict_bytes=PROBE_BYTES / _beside(updates[1], store),
         device_bytes=2 * PROBE_BYTES / _fastest(whole(lambda: there.copy_(here))),
     )
+
+
+def _updates(numel: int, optimizer: AdamW) -> list[Callable[[], None]]:
+    """A block's update in one pass, its weights' and its moments'; all of the same block."""
+    weight, gradient = (torch.zeros(numel, dtype=torch.bfloat16) for _ in range(2))
+    exp_avg, exp_avg_sq = (torch.zeros(numel) for _ in range(2))
+    extra = torch.zeros(numel, dtype=torch.int16)
+    state = BlockState(weight=weight, extra=extra, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    update = partial(optimizer.step, state, gradient, step=0, scale=1.0)
+    return [partial(update, taken=taken) for taken in (Pass.BOTH, Pass.WEIGHTS, Pass.MOMENTS)]
+
+
+def _params_per_s(numel: int, updates: Sequence[Callable[[], None]]) -> list[float]:
+    """Of each update. Not of the fastest, nor of the median: a run meets whatever else the machine
+    does, and its step takes what updates take in the mean."""
+    seconds = _in_turns(updates, UPDATED // numel)
+    return [numel / statistics.mean(times) for times in seconds]
 
 
 def disk_rates(folders: Sequence[Path]) -> tuple[float, float]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.adamw import AdamW, Pass
 from engine.blocks import Blocks, Fate
 from engine.config import AUTO, PLACED
 from engine.layout import Layout, pack
@@ -25,6 +26,7 @@ from engine.planner.cost import (
 )
 from engine.planner.placement import EQUAL, RESIDENT, checkpoint_interval, choose, fewest_on_disk
 from engine.planner.rates import Rates
+from engine.recipe import Recipe
 from engine.sizes import StoreSpec, Widths, Work, device_bytes
 from engine.step import Kind, Op, operations
 from engine.timeline import Interval, last_step, simulate, window_s
@@ -416,6 +418,26 @@ def test_a_link_that_is_slow_at_first_is_probed_until_it_is_not() -> None:
         time.sleep(0.02 if len(done) <= probing.COPY_ROUNDS + 1 else 0.001)
 
     assert probing._fastest(copy) < 0.01
+
+
+def test_adamw_s_rate_is_that_of_the_block_it_is_probed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update that takes a moment more than its bytes, whatever its size, is slower on a small
+    block."""
+    wait, step, done = 0.02, AdamW.step, list[Any]()
+
+    def slower(*args: Any, taken: Pass, **options: Any) -> None:
+        time.sleep(wait)
+        step(*args, taken=taken, **options)
+        done.append(taken)
+
+    monkeypatch.setattr(AdamW, "step", slower)
+    monkeypatch.setattr(probing, "UPDATED", 3 << 12)
+    for numel, rounds in ((1 << 10, 12), (1 << 12, 3)):
+        done.clear()
+        updates = probing._updates(numel, AdamW(Recipe(), num_threads=1))
+        rates = probing._params_per_s(numel, updates)
+        assert all(numel / wait / 2 < rate <= numel / wait for rate in rates)
+        assert done == [Pass.BOTH, Pass.WEIGHTS, Pass.MOMENTS] * (1 + rounds)
 
 
 def test_a_probe_beside_other_work_is_the_mean_while_that_goes_on(

@@ -414,10 +414,10 @@ def test_ranks_without_a_rate_of_what_they_say_are_refused_in_a_line():
 
 def test_rates_are_the_first_rank_s_on_all(monkeypatch):
     """Each would choose a placement of its own, and then wait for the others for ever."""
-    probed = []
+    probed, layers = list[int](), list[int]()
 
-    def measure(*_: Any, **__: Any) -> Any:
-        probed.append(threading.get_ident())
+    def measure(device: Any, num_threads: int, layer_numel: int, **_: Any) -> Any:
+        probed.append(layer_numel)
         return H200
 
     monkeypatch.setattr("engine.planner.planner.measure", measure)
@@ -426,10 +426,11 @@ def test_rates_are_the_first_rank_s_on_all(monkeypatch):
     def rates(ranks: Ranks) -> Any:
         case = (torch.bfloat16, 0.5, 1, False)
         planner = engine_of_plan(case, ranks, machine=Machine())._planner
+        layers.append(planner.work.layouts[1].numel)
         return planner._probed()  # before Python 3.12 one lock is every cached property's
 
     assert on_ranks(2, rates) == [RATES, RATES]
-    assert len(probed) == 1
+    assert probed == layers[:1], "by one, on a block as large as a layer"
 
 
 def test_rows_that_ranks_do_not_divide_are_refused():

@@ -54,6 +54,7 @@ def test_a_cell_plans_with_what_an_earlier_one_had_probed(tmp_path: Path) -> Non
         "process.omp_num_threads=1",
         "process.huge_pages=true",
         "system=in_memory",
+        "model.config.intermediate_size=176",
     )
     for override in others:
         assert study.known_rates(cell_of(tmp_path, override), Rows()) is None
