@@ -28,7 +28,7 @@ UPDATED = 24 << 26
 1 << 26 varied by 30% from one process to the next on one machine."""
 SMALLEST_BLOCK, LARGEST_BLOCK = 1 << 26, 1 << 28
 """Parameters of the block that is updated: as many as a layer of the model has, within these. On a
-machine of 64 cores every update took some 5 ms more than its bytes, and a block of 1 << 26 read
+machine of 64 cores every update took some 8 ms more than its bytes, and a block of 1 << 26 read
 half the rate that the run's layers had, of 1 << 28."""
 COPY_ROUNDS, COPY_SECONDS = 8, 0.25
 """Rounds of a product or a copy at least, and for how long: the best counts. The best of 8 rounds,
