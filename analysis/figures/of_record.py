@@ -144,8 +144,10 @@ def pareto(lines: pd.DataFrame) -> Figure:
     lead = studies.leading(studies.listed()[HEADLINE], mine[mine["study"] == HEADLINE])
     each = (lead["gb"] / lead["tokens_per_s"]).sort_values()
     least, rival = each[lead["may"]].index[0], each[speeds.rivals(lead)].index[0]
-    on = mine[mine["edge"] & (mine["model"] == lead.loc[least, "model"])].apply(names.name, axis=1)
-    title = f"At {lead.loc[least, 'size']} {' and '.join(on.unique())} are on the frontier; in one "
+    edge = mine["edge"] & (mine["model"] == lead.loc[least, "model"])
+    on = mine[edge].apply(names.name, axis=1).unique()
+    who = f"{' and '.join(on)} {'are' if len(on) > 1 else 'alone is'}"
+    title = f"At {lead.loc[least, 'size']} {who} on the frontier; in one "
     title += f"run {names.name(lead.loc[rival])} takes {each[rival] / each[least]:.2f}x the memory "
     title += f"of {names.name(lead.loc[least])} for a token/s"
     about = f"{_about(mine)}grey: the frontier; hollow: its losses differ"
