@@ -88,7 +88,8 @@ class Cost:
             case Kind.EMBED:
                 return self._embed
             case Kind.EMBED_BACKWARD:
-                return self._embed + self._moved(FINISH_BYTES * layout.num_params)
+                finish = self._moved(FINISH_BYTES * layout.num_params)
+                return self._embed + finish + self._summed(layout.num_params)
             case Kind.PARK:
                 return layout.numel / (PARK_SPEED * rates.adamw_params)
             case Kind.UPDATE:
@@ -188,11 +189,18 @@ class Cost:
     def _backward(self, fate: Fate, num_params: int) -> float:
         """The backward of a layer; a recomputed one with its recomputation, which computes a
         chunked MLP's products no second time (pre-norm)."""
-        finish = self._moved(FINISH_BYTES * num_params)
+        finish = self._moved(FINISH_BYTES * num_params) + self._summed(num_params)
         seconds = self._products(4 * num_params) + 2.5 * self._attention_s + 2 * self._rest + finish
         if fate is not Fate.RECOMPUTED:
             return seconds + self._rebuilt_mlp
         return seconds + self._forward(num_params) - self._products(self._dead) + self._summed_mlp
+
+    def _summed(self, num_params: int) -> float:
+        """Seconds that summing a block's gradients over micro-batches in fp32 adds: the first is
+        written to the sum and the sum is read, 8 bytes a parameter; each of the others is read and
+        added. Nothing where there is one micro-batch."""
+        again = self.work.num_micro_batches - 1
+        return self._moved(num_params * (8 + again * (self.work.itemsize + 8))) if again else 0.0
 
     @property
     def _rest(self) -> float:

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.adamw import AdamW, Pass
 from engine.blocks import Blocks, Fate
 from engine.config import AUTO, PLACED
+from engine.device import Gradients
 from engine.layout import Layout, pack
 from engine.planner import rates as probing
 from engine.planner.cost import (
@@ -37,6 +39,7 @@ WIDE = replace(WIDTHS, hidden=1 << 9, inner=1 << 10)
 FORWARD = Op(kind=Kind.FORWARD, block=1, lane="compute")
 BACKWARD = Op(kind=Kind.BACKWARD, block=1, lane="compute")
 BACKWARD_KEPT = replace(BACKWARD, fate=Fate.KEPT)
+EMBED_BACKWARD = Op(kind=Kind.EMBED_BACKWARD, block=0, lane="compute")
 RATES = Rates(
     matmul_flops=2 * NUMEL * TOKENS / 0.01 / LAYER_EFFICIENCY,
     adamw_params=NUMEL / 0.02 / ADAMW_SHARE,
@@ -125,6 +128,40 @@ def test_bytes_of_an_update_are_those_of_its_arrays():
     )
     assert 2 * state + 2 == UPDATE_BYTES  # all of it read and written, the gradient read
     assert 2 * (state - moments) + moments + 2 == WEIGHTS_BYTES  # the moments are read only
+
+
+class Moved(TorchDispatchMode):
+    """Counts the bytes that copies and sums read and write."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        name = func.overloadpacket.__name__
+        if name in ("_foreach_copy_", "_foreach_add_"):
+            into, given = (sum(t.numel() * t.element_size() for t in each) for each in args[:2])
+            self.num_bytes += given + into * (2 if name == "_foreach_add_" else 1)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("number", [2, 8])
+def test_gradients_of_several_micro_batches_cost_the_bytes_of_their_sums(number):
+    block, device = layouts(1)[0], replace(RATES, device_bytes=1e6)
+
+    def moved(contributions: int) -> int:
+        slab, wide = torch.empty(NUMEL, dtype=torch.bfloat16), torch.empty(NUMEL)
+        summed = Gradients(block, slab, wide if contributions > 1 else None)
+        with Moved() as mode:
+            for _ in range(contributions):
+                summed.add([torch.ones(NUMEL, dtype=torch.bfloat16)])
+            summed.finish()
+        return mode.num_bytes
+
+    for op in (BACKWARD, BACKWARD_KEPT, EMBED_BACKWARD):
+        parts = cost_of(BLOCKS, device, num_micro_batches=number).seconds(op)
+        whole = cost_of(BLOCKS, device, rows=number).seconds(op)
+        assert parts - whole == pytest.approx((moved(number) - moved(1)) / 1e6)
 
 
 def test_a_slow_link_bounds_the_step():

@@ -65,6 +65,8 @@ UNEXPLAINED = {
     "model_size/2026-11-22_h200-16c_124fe042/d347379aa670": "0.5B: 12% over, as above",
     "vs_zero3_14b/2026-11-22_h200-64c_524bf9d0/3277d7d5a9e1": "14B: 12% over; evictions are "
     "slow beside so many threads of AdamW (docs/log.md, 164)",
+    "vs_zero3_14b/2026-11-27_h100x4-64c_12805ab5/584f04805d93": "14B: 19% under; the probe of AdamW "
+    "read half of what the run did (docs/log.md, 170)",
     "tier/2026-11-26_h100-16c_c436eaaa/e78ddcbadf93": "8,192 tokens, 12 blocks on disk: 15.02% "
     "over; the drive did 1.0 GB/s, and 1.13 when it was probed",
     "batch_size/2026-11-21_h200-16c_t2118/5d45b3e2bc00": "2,048 tokens, all AdamW: 15% under",
