@@ -170,7 +170,7 @@ class Planner:
         if not blocks.keep_activations:
             blocks = replace(blocks, reload_weights=0)
         if AUTO not in (getattr(blocks, name) for name in PLACED):
-            return blocks
+            return self._with_room_to_evict(blocks) if gpu else blocks
         if not gpu:
             return placement.nothing_moved(blocks)
         return placement.choose(
@@ -179,6 +179,13 @@ class Planner:
             device_bytes=self._device_total,
             step_s=lambda candidate: self.predict(candidate).step_s,
         )
+
+    def _with_room_to_evict(self, blocks: Blocks) -> Blocks:
+        """With a given placement's activations gone in as many forwards as rates say, or in as many
+        as there is room for: the forward then waits, and a slow probe is no refusal."""
+        sooner = (replace(blocks, evict_visits=n) for n in range(blocks.evict_visits, 0, -1))
+        room = (one for one in sooner if self._device_total(one) <= self._device_memory)
+        return next(room, blocks)
 
     def _device_total(self, blocks: Blocks) -> int:
         return sum(self.device_bytes(blocks).values())

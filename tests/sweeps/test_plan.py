@@ -40,6 +40,28 @@ def test_a_machine_that_is_not_here_gets_its_placement_and_its_step():
     assert sum(letter in "OP" for letter in letters[2]) == engine.blocks.offload_activations
 
 
+def test_a_given_placement_is_not_refused_for_what_a_slow_probe_says_of_evictions():
+    """What ran with 2 forwards to an eviction runs where a probe says 3: the forward waits."""
+    given = ["device_optimizer=7", "keep_activations=6", "reload_weights=1"]
+    visits, device = [], []
+    for gb_per_s, offloaded in (("55", 24), ("45", 24), ("45", 16)):
+        cell, machine = compose_plan(
+            [
+                "system=megatrain_fast",
+                "model=qwen2.5-14b",
+                "+rates=h200_64cores",
+                f"rates.evict_bytes={gb_per_s}e9",
+                "rates.device_memory=85520809984",
+                *(f"system.{option}" for option in (*given, f"offload_activations={offloaded}")),
+            ]
+        )
+        plan, engine = planned(cell, machine)
+        visits.append(engine.blocks.evict_visits)
+        device.append(plan.device_bytes)
+    assert visits == [2, 2, 3], "with 3 there is room for fewer layers alone"
+    assert device[0] == device[1] < 85520809984
+
+
 def test_the_paper_preset_is_predicted_slower_than_streaming_and_fast_faster():
     seconds = []
     for system in ("megatrain_paper", "megatrain", "megatrain_fast"):
