@@ -56,7 +56,7 @@ def one_line(error: BaseException, overrides: Sequence[str] = ()) -> str:
         )
     if isinstance(error, HydraException):
         return _hydra(_flat(error), overrides)
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and error.errno is not None:  # else it is a line of our own
         where = f"{error.filename} ({error.strerror})" if error.filename else str(error)
         return (
             f"output_dir: got {where}, allowed a folder that can be made and written; choose "

@@ -230,6 +230,8 @@ def report(cell: Cell, machine: Machine | None) -> list[str]:
     ]
     if away := outlook.plan.get("disk"):
         lines += ["", *disk_lines(num * sum(away.values()))]
+    if caveat := outlook.events[0]["caveat"]:
+        lines += ["", f"note: {caveat}"]
     if isinstance(system, MegaTrain):
         lines += ["", "placement", *layer_map(system)]
         if outlook.prediction is not None:

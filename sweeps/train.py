@@ -110,11 +110,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if stop.early:  # a library made something else of the interrupt
             return _interrupted(STOPPED)
-        if isinstance(error, USER_ERRORS):
-            return _ended(2, one_line(error, overrides_in(argv)))
-        status, reason = verdict(error)
         begun = "; the same command goes on from the last saved state, if there is one"
         begun = begun if stop.training else ""
+        if isinstance(error, USER_ERRORS):
+            return _ended(2, one_line(error, overrides_in(argv)) + begun)
+        status, reason = verdict(error)
         return _ended(1, f"{status}: {reason}{begun}")
 
 
@@ -303,9 +303,12 @@ class _Run:
             f"{cell.machine.device}{time_and_energy(steps, step_s, watts)}\n  "
             f"memory: {memory_use(self.outlook.plan, environment.machine(cell.machine, None))}\n  "
             f"a state takes about {each / 1e9:.2f} GB, "
-            f"{self.train.keep} are kept, {free / 1e9:.1f} GB are free",
+            f"{self.train.keep} are kept, {free / 1e9:.1f} GB are free"
+            f"{drive_use(self.outlook.plan, steps)}",
             flush=True,
         )
+        if caveat := self.outlook.events[0]["caveat"]:
+            print(f"  note: {caveat}", flush=True)
 
     def go(self, stop: Stop) -> int:
         """Set up, train, save, export; the exit code."""
@@ -373,6 +376,16 @@ def memory_use(plan: Mapping[str, Any], machine: Mapping[str, Any]) -> str:
     return ", ".join(
         f"{num_bytes / 1e9:.2f} of {machine[f'{kind}_bytes'] / 1e9:.1f} GB on the {kind}"
         for kind, num_bytes in needed.items()
+    )
+
+
+def drive_use(plan: Mapping[str, Any], num_steps: int) -> str:
+    """A line for what lies on drives and what the run does to them; nothing without any."""
+    if not (num_bytes := sum((plan.get("disk") or {}).values())):
+        return ""
+    return (
+        f"\n  drives: {num_bytes / 1e9:.2f} GB of optimizer state; the run writes "
+        f"{num_steps * num_bytes / 1e12:,.2f} TB, to be compared with their endurance (TBW)"
     )
 
 

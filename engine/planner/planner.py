@@ -30,6 +30,9 @@ from engine.timeline import Timeline, simulate, window_s
 MOST_LAYERS = 1 << 14
 HOST_OVERHEAD = 2 * 10**9
 """Bytes of host memory that a process with torch and a CUDA context holds before any model."""
+CPU_OVERHEAD = 5 * 10**8
+"""The same without CUDA. No plan has it, as none of another system has; what `disk_blocks=-1` puts
+on drives leaves room for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +200,8 @@ class Planner:
         needed = blocks.num_ranks * sum(self.host_bytes(blocks).values())
         fits_host = needed <= placement.USABLE_HOST * host
         if self.device.type == "cpu":
-            return needed + self._device_total(blocks) <= placement.USABLE_HOST * host
+            needed += self._device_total(blocks) + CPU_OVERHEAD
+            return needed <= placement.USABLE_HOST * host
         fits_device = self._device_total(blocks) <= placement.USABLE_DEVICE * self._device_memory
         return fits_host and fits_device
 

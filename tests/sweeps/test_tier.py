@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.planner.planner import CPU_OVERHEAD
 from sweeps import auto, outlook, plan
 from sweeps.command import command_of
 from sweeps.config import Cell
@@ -67,25 +68,31 @@ def test_a_model_trains_whose_state_host_memory_does_not_hold(tmp_path: Path) ->
     assert counters["disk_written_bytes"] % tight.plan["disk"]["optimizer"] == 0
     assert 0 < counters["disk_written_bytes"] <= steps * tight.plan["disk"]["optimizer"]
     assert list((tmp_path / "drive").iterdir()) == []
+    chosen = ran(tmp_path, "system=megatrain", "system.disk_blocks=-1", room)
+    assert chosen.status == "ok", chosen.reason
+    assert chosen.losses == free.losses
+    assert chosen.peak_host_bytes is not None
+    assert chosen.peak_host_bytes < limit
+    assert 0 < chosen.plan["placement"]["disk_blocks"] < 26
 
 
 def test_what_is_planned_for_a_limit_keeps_to_it(tmp_path: Path) -> None:
     """Refused where all must be in memory, and planned with as little on disk as there must be."""
-    cells = {
-        number: cell_of(tmp_path, "system=megatrain", f"system.disk_blocks={number}")
-        for number in (0, -1)
-    }
-    plain = outlook.outlook_of(outlook.built(cells[0]), cells[0]).plan
+    deep = ["system=megatrain", "model.config.num_hidden_layers=96"]
+    all_here = cell_of(tmp_path, *deep)
+    plain = outlook.outlook_of(outlook.built(all_here), all_here).plan
     needed = sum(plain["host"].values()) + sum(plain["device"].values())
     room = f"machine.host_bytes={needed * 3 // 4}"
     told = {}
     for number in (0, -1):
-        one = cell_of(tmp_path, "system=megatrain", f"system.disk_blocks={number}", room)
+        one = cell_of(tmp_path, *deep, f"system.disk_blocks={number}", room)
         told[number] = outlook.outlook_of(outlook.built(one), one)
     assert (told[0].refusal or "").startswith("model: got tiny, which needs")
     assert told[-1].refusal is None
-    assert 0 < told[-1].plan["placement"]["disk_blocks"] < 26
+    assert 0 < told[-1].plan["placement"]["disk_blocks"] < 98
     assert told[-1].plan["disk"]["optimizer"] > 0
+    used = sum(sum(told[-1].plan[kind].values()) for kind in ("host", "device"))
+    assert used + CPU_OVERHEAD <= needed * 3 // 4, "and the process itself has room"
 
 
 def test_without_a_folder_the_cell_is_refused_in_a_line() -> None:

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from engine import blockfile
+from engine.disk import Drives
 from sweeps import train
 from sweeps.generations import Generations, Position
 from sweeps.training import duration
@@ -228,6 +229,41 @@ def test_memory_is_told_before_the_first_step(tmp_path, capfd):
     plan = {"host": {"a": 10**9, "b": 10**9}, "device": {"c": 5 * 10**8}}
     told = train.memory_use(plan, {"host_bytes": 4 * 10**9, "device_bytes": 10**9})
     assert told == "2.00 of 4.0 GB on the host, 0.50 of 1.0 GB on the device"
+
+
+def test_what_drives_hold_is_told_and_what_goes_wrong_there_names_the_file(
+    tmp_path, capfd, monkeypatch
+):
+    """And the same command then goes on, to the losses of a run that nothing happened to."""
+    (tmp_path / "drive").mkdir()
+    plain = ["system=megatrain", "train.steps=8", "train.save_every=4"]
+    tier = ["system.disk_blocks=-2", f"machine.nvme_path={tmp_path / 'drive'}"]
+    assert trained(tmp_path / "plain", *plain) == 0
+    capfd.readouterr()
+    write, calls = Drives.write, list[int]()
+
+    def cut(drives: Drives, *args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 5 * 4:  # blocks
+            os.truncate(next((tmp_path / "drive").glob("*/state")), 4096)
+        write(drives, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Drives, "write", cut)
+        assert trained(tmp_path / "run", *plain, *tier) == 2
+    out, err = capfd.readouterr()
+    assert "GB of optimizer state; the run writes" in out
+    last = err.splitlines()[-1]
+    assert str(tmp_path / "drive") in last
+    assert "output_dir" not in last, "that is not what is wrong"
+    assert last.endswith("; the same command goes on from the last saved state, if there is one")
+    assert trained(tmp_path / "run", *plain, *tier) == 0
+    losses = [
+        [line["loss"] for line in logged(tmp_path / name) if "loss" in line]
+        for name in ("plain", "run")
+    ]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 8
 
 
 def test_a_run_without_a_usable_state_is_not_begun_anew(ended, tmp_path, capfd):
