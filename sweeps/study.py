@@ -245,11 +245,13 @@ def known_rates(cell: Cell, rows: Rows) -> dict[str, float] | None:
 
 
 def _probing(config: Mapping[str, Any]) -> list[Any]:
-    """What a probe depends on: options, of which a row that is older has none, the drives, and the
-    model, a layer of which AdamW is probed on."""
+    """What a probe depends on: options, of which a row that is older has none, the drives, and what
+    makes a layer of the model, for AdamW is probed on a block as large."""
     known = hashed(config)
     options = [known["system"].get(name) or None for name in PROBED]
-    return [*options, drives_of(config), known["model"]]
+    shape = known["model"].get("config") or {}
+    layer = {name: value for name, value in shape.items() if name != "num_hidden_layers"}
+    return [*options, drives_of(config), known["model"].get("model_type"), layer]
 
 
 def row_of(cell: Cell, outcome: Outcome, *, started_at: str, machine: dict[str, Any]) -> Row:

@@ -196,11 +196,13 @@ class Cost:
         return seconds + self._forward(num_params) - self._products(self._dead) + self._summed_mlp
 
     def _summed(self, num_params: int) -> float:
-        """Seconds that summing a block's gradients over micro-batches in fp32 adds: the first is
-        written to the sum and the sum is read, 8 bytes a parameter; each of the others is read and
-        added. Nothing where there is one micro-batch."""
-        again = self.work.num_micro_batches - 1
-        return self._moved(num_params * (8 + again * (self.work.itemsize + 8))) if again else 0.0
+        """Seconds that summing a block's gradients over micro-batches in fp32 adds: each but the
+        first is read and added, and where the slab is not the sum, this is written and read once, 8
+        bytes a parameter. The sum over pieces of the loss is `_tail`'s, of a shared embedding too.
+        """
+        again, itemsize = self.work.num_micro_batches - 1, self.work.itemsize
+        apart = 8 if itemsize < 4 else 0
+        return self._moved(num_params * (apart + again * (itemsize + 8))) if again else 0.0
 
     @property
     def _rest(self) -> float:

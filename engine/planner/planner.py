@@ -185,10 +185,14 @@ class Planner:
 
     def _with_room_to_evict(self, blocks: Blocks) -> Blocks:
         """With a given placement's activations gone in as many forwards as rates say, or in as many
-        as there is room for: the forward then waits, and a slow probe is no refusal."""
-        sooner = (replace(blocks, evict_visits=n) for n in range(blocks.evict_visits, 0, -1))
-        room = (one for one in sooner if self._device_total(one) <= self._device_memory)
-        return next(room, blocks)
+        as there is room for, best with the usual margin: the forward then waits, and a slow probe
+        is no refusal."""
+        sooner = [replace(blocks, evict_visits=n) for n in range(blocks.evict_visits, 0, -1)]
+        for share in (placement.USABLE_DEVICE, 1.0):
+            for one in sooner:
+                if self._device_total(one) <= share * self._device_memory:
+                    return one
+        return sooner[-1]
 
     def _device_total(self, blocks: Blocks) -> int:
         return sum(self.device_bytes(blocks).values())

@@ -27,9 +27,9 @@ UPDATED = 24 << 26
 """Parameters per kind of update, in whole rounds; half a second in all. The mean of 9 rounds of
 1 << 26 varied by 30% from one process to the next on one machine."""
 SMALLEST_BLOCK, LARGEST_BLOCK = 1 << 26, 1 << 28
-"""Parameters of the block that is updated: as many as a layer of the model has, within these. On a
-machine of 64 cores every update took some 8 ms more than its bytes, and a block of 1 << 26 read
-half the rate that the run's layers had, of 1 << 28."""
+"""Parameters of the block that is updated: as many as a layer of the model has, within these. In
+some minutes, on machines of 16 and 64 cores, every update took 3 to 9 ms more than its bytes, and a
+block of 1 << 26 read half the rate that the run's layers had, of 1 << 28."""
 COPY_ROUNDS, COPY_SECONDS = 8, 0.25
 """Rounds of a product or a copy at least, and for how long: the best counts. The best of 8 rounds,
 0.06 s, was once 40% too slow: an H100's copies that did 51 to 55 GB/s in the step that followed."""
@@ -104,7 +104,7 @@ def _probe(
         return all_of_it
 
     optimizer = AdamW(Recipe(), num_threads=num_threads, use_native=use_native)
-    numel = min(max(SMALLEST_BLOCK, layer_numel), LARGEST_BLOCK)
+    numel = block_numel(layer_numel)
     updates = _updates(numel, optimizer)
     adamw, first, second = _params_per_s(numel, updates)
     store = whole(lambda: host.copy_(here, non_blocking=True))
@@ -118,6 +118,11 @@ def _probe(
         evict_bytes=PROBE_BYTES / _beside(updates[1], store),
         device_bytes=2 * PROBE_BYTES / _fastest(whole(lambda: there.copy_(here))),
     )
+
+
+def block_numel(layer_numel: int) -> int:
+    """Parameters of the block that AdamW is probed on, for a layer of so many."""
+    return min(max(SMALLEST_BLOCK, layer_numel), LARGEST_BLOCK)
 
 
 def _updates(numel: int, optimizer: AdamW) -> list[Callable[[], None]]:

@@ -145,22 +145,24 @@ class Moved(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("number", [2, 8])
-def test_gradients_of_several_micro_batches_cost_the_bytes_of_their_sums(number):
+def test_gradients_of_several_micro_batches_cost_the_bytes_of_their_sums(number, dtype):
     block, device = layouts(1)[0], replace(RATES, device_bytes=1e6)
 
     def moved(contributions: int) -> int:
-        slab, wide = torch.empty(NUMEL, dtype=torch.bfloat16), torch.empty(NUMEL)
-        summed = Gradients(block, slab, wide if contributions > 1 else None)
+        slab, wide = torch.empty(NUMEL, dtype=dtype), torch.empty(NUMEL)
+        several = contributions > 1 and dtype != torch.float32
+        summed = Gradients(block, slab, wide if several else None)
         with Moved() as mode:
             for _ in range(contributions):
-                summed.add([torch.ones(NUMEL, dtype=torch.bfloat16)])
+                summed.add([torch.ones(NUMEL, dtype=dtype)])
             summed.finish()
         return mode.num_bytes
 
     for op in (BACKWARD, BACKWARD_KEPT, EMBED_BACKWARD):
-        parts = cost_of(BLOCKS, device, num_micro_batches=number).seconds(op)
-        whole = cost_of(BLOCKS, device, rows=number).seconds(op)
+        parts = cost_of(BLOCKS, device, dtype=dtype, num_micro_batches=number).seconds(op)
+        whole = cost_of(BLOCKS, device, dtype=dtype, rows=number).seconds(op)
         assert parts - whole == pytest.approx((moved(number) - moved(1)) / 1e6)
 
 
@@ -475,6 +477,12 @@ def test_adamw_s_rate_is_that_of_the_block_it_is_probed_on(monkeypatch: pytest.M
         rates = probing._params_per_s(numel, updates)
         assert all(numel / wait / 2 < rate <= numel / wait for rate in rates)
         assert done == [Pass.BOTH, Pass.WEIGHTS, Pass.MOMENTS] * (1 + rounds)
+
+
+def test_adamw_is_probed_on_a_layer_within_bounds_and_about_as_often() -> None:
+    for layer, probed in ((1, 1 << 26), (77 << 20, 77 << 20), (262 << 20, 1 << 28)):
+        assert probing.block_numel(layer) == probed
+        assert probing.UPDATED * 3 // 4 < probing.UPDATED // probed * probed <= probing.UPDATED
 
 
 def test_a_probe_beside_other_work_is_the_mean_while_that_goes_on(

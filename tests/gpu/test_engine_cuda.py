@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from baselines.model import skip_packed_sequence_check
-from engine import Recipe, norm_of
+from engine import Machine, Recipe, norm_of
 from engine.adamw import AdamW, _compiled_update
 from engine.layers.float8 import CAPABILITY
 from engine.layout import BLOCK_ALIGNMENT
 from engine.master import BlockState
 from engine.store import Arena, free_pinned_cache
-from tests.models import make_batch, make_engine, make_model
+from tests.models import H200, make_batch, make_engine, make_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -299,6 +299,21 @@ def test_every_placement_trains_as_streaming_does(options, clip_norm):
     )
     torch.testing.assert_close(placed, streamed, rtol=2e-3, atol=0)
     assert streamed[-1] < 0.97 * streamed[0]
+
+
+@pytest.mark.parametrize("clip_norm", [1.0, 0.0])
+def test_state_on_a_drive_changes_no_bit(clip_norm, tmp_path):
+    """That of some blocks, and of all."""
+    model = make_model("qwen2", dtype=torch.bfloat16, **SHAPE)
+    rates = replace(H200, adamw_params=1e9, disk_read_bytes=1e9, disk_write_bytes=1e9)
+    there = {"machine": Machine(rates=rates), "folders": [tmp_path]}
+    recipe = Recipe(lr=1e-3, clip_norm=clip_norm)
+    losses, parameters = train(model, recipe=recipe, poison=True)
+    for number in (3, SHAPE["num_hidden_layers"] + 2):
+        found = train(model, recipe=recipe, poison=True, disk_blocks=number, **there)
+        assert found[0] == losses, number
+        for name, value in found[1].items():
+            assert torch.equal(value, parameters[name]), (name, number)
 
 
 def test_fp32_agrees_with_the_cpu():
