@@ -221,9 +221,9 @@ def require_models(cells: Sequence[Cell]) -> None:
 def outlook_here(cell: Cell, probed: dict[Any, Rates], *, predict: bool = True) -> Outlook | None:
     """The outlook of one of many cells; None where only the cell itself can tell.
 
-    probed: rates so far, by what they depend on; of several models all are those of the first, on
-    a layer of which AdamW was probed, for this is an estimate. Without `predict` the engine on a
-    GPU, whose placement needs them, is left to its cell.
+    probed: rates so far, by what they depend on; AdamW's are those on a layer of the first model,
+    for all models. Without `predict` the engine on a GPU, whose placement needs them, is left to
+    its cell.
     """
     on_cpu = dataclasses.replace(cell.spec(), device=torch.device("cpu"))
     system = build(cell.system, on_cpu)  # it says what is wrong with its options

@@ -14,6 +14,7 @@ from analysis.figures import of_record, of_study, step
 TITLES = {name: title for name, (title, _) in of_record.DRAWN.items()}
 TITLES["timeline"] = "One recorded step"
 TITLES["timeline_14b"] = "One recorded step at 14B, and as it was predicted"
+TITLES["timeline_14b_recomputed"] = "One at 14B in which every layer is recomputed"
 """What the index page calls the pictures that are of no study."""
 
 

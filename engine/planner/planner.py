@@ -173,7 +173,8 @@ class Planner:
         if not blocks.keep_activations:
             blocks = replace(blocks, reload_weights=0)
         if AUTO not in (getattr(blocks, name) for name in PLACED):
-            return self._with_room_to_evict(blocks) if gpu else blocks
+            moves = gpu and blocks.offload_activations
+            return self._with_room_to_evict(blocks) if moves else blocks
         if not gpu:
             return placement.nothing_moved(blocks)
         return placement.choose(
@@ -184,9 +185,9 @@ class Planner:
         )
 
     def _with_room_to_evict(self, blocks: Blocks) -> Blocks:
-        """With a given placement's activations gone in as many forwards as rates say, or in as many
-        as there is room for, best with the usual margin: the forward then waits, and a slow probe
-        is no refusal."""
+        """A given placement, whose evictions take as many forwards as rates say, or as there is
+        room for, if possible with the usual margin. The forward then waits: a slow probe is no
+        refusal."""
         sooner = [replace(blocks, evict_visits=n) for n in range(blocks.evict_visits, 0, -1)]
         for share in (placement.USABLE_DEVICE, 1.0):
             for one in sooner:

@@ -27,9 +27,9 @@ UPDATED = 24 << 26
 """Parameters per kind of update, in whole rounds; half a second in all. The mean of 9 rounds of
 1 << 26 varied by 30% from one process to the next on one machine."""
 SMALLEST_BLOCK, LARGEST_BLOCK = 1 << 26, 1 << 28
-"""Parameters of the block that is updated: as many as a layer of the model has, within these. In
-some minutes, on machines of 16 and 64 cores, every update took 3 to 9 ms more than its bytes, and a
-block of 1 << 26 read half the rate that the run's layers had, of 1 << 28."""
+"""Parameters of the block that is updated: as many as a layer of the model has, within these. At
+times every update takes milliseconds more than its bytes, and a block of 1 << 26 once read half the
+rate of the run's layers, which are four times as large."""
 COPY_ROUNDS, COPY_SECONDS = 8, 0.25
 """Rounds of a product or a copy at least, and for how long: the best counts. The best of 8 rounds,
 0.06 s, was once 40% too slow: an H100's copies that did 51 to 55 GB/s in the step that followed."""
@@ -136,8 +136,8 @@ def _updates(numel: int, optimizer: AdamW) -> list[Callable[[], None]]:
 
 
 def _params_per_s(numel: int, updates: Sequence[Callable[[], None]]) -> list[float]:
-    """Of each update. Not of the fastest, nor of the median: a run meets whatever else the machine
-    does, and its step takes what updates take in the mean."""
+    """The rate of each update in the mean, neither at its fastest nor in the median: a run meets
+    whatever else the machine does."""
     seconds = _in_turns(updates, UPDATED // numel)
     return [numel / statistics.mean(times) for times in seconds]
 

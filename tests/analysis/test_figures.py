@@ -113,6 +113,15 @@ def test_the_title_of_energy_is_that_of_its_rows() -> None:
     assert any(told)
 
 
+def test_all_work_of_a_recorded_step_is_drawn() -> None:
+    """But for what takes next to no time on its lane."""
+    for path in (record.RESULTS / "timelines").rglob("*.json"):
+        for one in step.load(path):
+            drawn = one.intervals["work"].isin(step.FILLS)
+            seconds = one.intervals["end_s"] - one.intervals["start_s"]
+            assert seconds[~drawn].sum() < 0.01 * one.step_s, (path.name, one.predicted)
+
+
 def test_a_recorded_step_is_read_and_hidden_shares_follow_from_its_intervals(tmp_path) -> None:
     steps = step.load(record.RESULTS / "timelines" / "fast.timeline.json")
     assert [one.predicted for one in steps] == [False, True]

@@ -369,8 +369,8 @@ def test_all_that_is_not_on_the_device_goes_to_disk_where_that_is_asked_for(tmp_
 
 @pytest.mark.parametrize("vocab_size", [96, 8192])
 def test_as_little_goes_to_disk_as_there_must(tmp_path, vocab_size):
-    """By the bytes of the plan and of the process, of which a tenth stays free. The buffers of outer blocks that are
-    larger than a layer take more than their state."""
+    """By the bytes of the plan and of the process, of which a tenth stays free. The buffers of
+    outer blocks that are larger than a layer take more than their state."""
     wide = model(vocab_size=vocab_size)
 
     def needed(disk_blocks: int) -> int:

@@ -47,9 +47,15 @@ def test_a_cell_plans_with_what_an_earlier_one_had_probed(tmp_path: Path) -> Non
     one = cell_of(tmp_path)
     assert study.known_rates(one, Rows()) is None
     probed(one)
-    same = ["model.config.num_hidden_layers=2"], ["model.attn_implementation=eager"]
-    others = ["system.depth=3"], ["system=megatrain_fast"], ["shape.batch_size=8"]
-    for overrides in ([], *others, *same):
+    alike = (
+        [],
+        ["system.depth=3"],
+        ["system=megatrain_fast"],
+        ["shape.batch_size=8"],
+        ["model.config.num_hidden_layers=2"],
+        ["model.attn_implementation=eager"],
+    )
+    for overrides in alike:
         assert study.known_rates(cell_of(tmp_path, *overrides), Rows()) == RATES
     others = (
         "system.pinned=torch",
