@@ -29,7 +29,7 @@ from engine.sizes import (
     logits_bytes,
     pinned_rounding,
 )
-from engine.swap import SwapFolder, left_behind
+from engine.swap import SwapFolder, free_bytes, left_behind
 from engine.timeline import Timeline
 
 __all__ = [
@@ -63,6 +63,7 @@ __all__ = [
     "document_numbers",
     "dtype_name",
     "find_layers",
+    "free_bytes",
     "is_packed",
     "layer_activation_bytes",
     "left_behind",

@@ -29,10 +29,10 @@ import torch
 from engine.kernel import Source, built
 from engine.layout import round_up
 from engine.sizes import PAGE
-from engine.swap import SwapFolder, left_behind
+from engine.swap import PREFIXES, SwapFolder, left_behind
 
 DISK = Source(name="disk", made="disk I/O", otherwise="leave the optimizer's state in host memory")
-PREFIX = "megatrain-disk-"
+PREFIX = PREFIXES[0]
 """How the names of our folders on a drive begin."""
 STRIPE_BYTES = 4 << 20
 """What one drive has in a row, and the most that a thread moves at a time."""
@@ -216,7 +216,7 @@ def _sizes(num_bytes: int, count: int, stripe_bytes: int) -> list[int]:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    with left_behind(folder, PREFIX) as found:
+    with left_behind(folder) as found:
         for own in found:
             _removed(own)
 

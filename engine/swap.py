@@ -13,11 +13,13 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 MARKER = "megatrain-bench"
 """File in every folder of ours; whoever made the folder holds its lock to the end of its life."""
+PREFIXES = ("megatrain-disk-", "zero-infinity-", "slideformer-")
+"""How the names of our folders begin, each system's with its own; no other is ever looked into."""
 
 
 class SwapFolder:
@@ -28,10 +30,11 @@ class SwapFolder:
 
     @classmethod
     def new(cls, root: Path, prefix: str) -> SwapFolder:
-        """A new one in `root`, called after nothing: its marker appears locked.
+        """A new one in `root`, called after nothing but one of PREFIXES: its marker appears locked.
 
         OSError where the disk takes no folder or has no locks.
         """
+        assert prefix in PREFIXES, prefix
         with contextlib.ExitStack() as unfinished:
             path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
             unfinished.callback(shutil.rmtree, path, ignore_errors=True)
@@ -80,11 +83,26 @@ class SwapFolder:
 
 
 @contextlib.contextmanager
-def left_behind(root: Path, prefix: str) -> Iterator[list[SwapFolder]]:
+def left_behind(root: Path) -> Iterator[list[SwapFolder]]:
     """The folders in `root` that dead processes left, held while the block lasts."""
-    found = [one for path in sorted(root.glob(f"{prefix}*")) if (one := SwapFolder.taken(path))]
+    paths = sorted(path for prefix in PREFIXES for path in root.glob(f"{prefix}*"))
+    found = [one for path in paths if (one := SwapFolder.taken(path))]
     try:
         yield found
     finally:
         for folder in found:
             folder.release()
+
+
+def free_bytes(folders: Sequence[Path]) -> int:
+    """The most that there is room for when it is spread evenly over `folders`, of which some may
+    lie on one disk; what dead processes left in them counts as free.
+
+    OSError for a folder that is not there.
+    """
+    disks = [os.stat(folder).st_dev for folder in folders]
+    free = {os.stat(folder).st_dev: shutil.disk_usage(folder).free for folder in folders}
+    for folder in {folder.resolve(): folder for folder in folders}.values():
+        with left_behind(folder) as found:
+            free[os.stat(folder).st_dev] += sum(one.num_bytes() for one in found)
+    return len(disks) * min(free[disk] // disks.count(disk) for disk in disks)

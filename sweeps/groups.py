@@ -5,6 +5,7 @@ Invariant: an instance is valid by itself; what a user mistyped is a ValueError 
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -206,6 +207,11 @@ class Machine:
     and hashes have `drives` of it."""
     drives: str | None = None
     """What a row has in its place: a digest."""
+
+    @property
+    def folders(self) -> list[str]:
+        """Those of `nvme_path`."""
+        return [name for name in (self.nvme_path or "").split(os.pathsep) if name]
 
     def __post_init__(self) -> None:
         allow("machine.device", self.device, ("cpu", "cuda"))

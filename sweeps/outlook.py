@@ -29,7 +29,7 @@ from baselines import megatrain
 from baselines.model import config_of, count_params, refuse_random
 from baselines.model_check import require_runnable
 from baselines.registry import build
-from engine import Machine, MegaTrain, Plan, Rates
+from engine import Machine, MegaTrain, Plan, Rates, free_bytes
 from sweeps import environment, flops
 from sweeps.config import Cell, cell_from
 from sweeps.events import Emitter
@@ -118,8 +118,10 @@ def outlook_of(system: Any, cell: Cell, *, elsewhere: bool = False) -> Outlook:
     plain = cell.dtype == "bfloat16" and products_of(cell.config) == PLAIN  # as rates are
     if on_gpu and plain and isinstance(system, MegaTrain):
         events.append({"event": "predicted", "prediction": _prediction(system, cell)})
-    lacking = None if elsewhere else lacks_gpus(cell)
-    return Outlook(events=events, refusal=lacking or refusal_of(plan, cell))
+    refusal = refusal_of(plan, cell)
+    if not elsewhere:
+        refusal = lacks_gpus(cell) or refusal or lacks_disk(plan, cell)
+    return Outlook(events=events, refusal=refusal)
 
 
 def lacks_gpus(cell: Cell) -> str | None:
@@ -130,6 +132,21 @@ def lacks_gpus(cell: Cell) -> str | None:
     return (
         f"process.num_gpus: got {asked}, which is more than the {there} of this machine: such a "
         "cell is predicted, where its system is the engine, and not run"
+    )
+
+
+def lacks_disk(plan: Plan, cell: Cell) -> str | None:
+    """That the disks of machine.nvme_path have less free than the plan puts there, one line; None
+    where they have as much. What dead processes left there counts as free."""
+    needed = cell.process.num_ranks * sum(plan.disk.values())
+    if not needed:
+        return None
+    free = free_bytes([Path(name).expanduser() for name in cell.machine.folders])
+    if needed <= free:
+        return None
+    return (
+        f"machine.nvme_path: got {cell.machine.nvme_path}, with {free:,} bytes free, allowed at "
+        f"least {needed:,} for {cell.model.name}; free some, or name another folder"
     )
 
 

@@ -15,6 +15,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -22,12 +23,13 @@ from omegaconf import OmegaConf
 
 from baselines.model_check import require_runnable
 from baselines.system import Unsupported
-from engine import USABLE_HOST, Fate, Machine, MegaTrain, Rates, Timeline
+from engine import USABLE_HOST, Fate, Machine, MegaTrain, Rates, Timeline, free_bytes
 from sweeps import auto, environment
 from sweeps.checks import require
 from sweeps.command_line import asks_help, mend_streams
 from sweeps.config import Cell, cell_from
 from sweeps.errors import USER_ERRORS, one_line, overrides_in, parse
+from sweeps.groups import Machine as Paths
 from sweeps.identity import label
 from sweeps.memory import host_bytes
 from sweeps.outlook import built, outlook_of
@@ -229,7 +231,8 @@ def report(cell: Cell, machine: Machine | None) -> list[str]:
         *memory_lines(host, has["host_bytes"]),
     ]
     if away := outlook.plan.get("disk"):
-        lines += ["", *disk_lines(num * sum(away.values()))]
+        free = _free_on(cell.machine.folders) if machine is None else None
+        lines += ["", *disk_lines(num * sum(away.values()), free)]
     if caveat := outlook.events[0]["caveat"]:
         lines += ["", f"note: {caveat}"]
     if isinstance(system, MegaTrain):
@@ -250,12 +253,13 @@ def report(cell: Cell, machine: Machine | None) -> list[str]:
     return [*lines, "", verdict]
 
 
-def disk_lines(num_bytes: int) -> list[str]:
-    """What lies on disk, and what a step does to it."""
+def disk_lines(num_bytes: int, free: int | None) -> list[str]:
+    """What lies on disk, of `free` bytes where the drives are here, and what a step does to it."""
     tbw = ENDURANCE * num_bytes / 1e12
+    share = " " if free is None else f" of {free / 1e9:.1f} GB free,"
     return [
         "disk, GB",
-        f"  {'optimizer':<12} {num_bytes / 1e9:8.2f}  which every step reads and writes",
+        f"  {'optimizer':<12} {num_bytes / 1e9:8.2f}{share} which every step reads and writes",
         f"  {ENDURANCE:,} steps write {tbw:,.0f} TB: compare the drive's endurance (TBW)",
     ]
 
@@ -308,8 +312,9 @@ def largest(overrides: Sequence[str]) -> list[str]:
     """The most layers, of several widths, that there is room for: on this machine, where it has a
     GPU, and on some that are not here; with all state in memory and with some on disk."""
     lines = [f"{'device + host, GB':18}{'in memory':>36}{'with state on disk':>48}"]
-    for device, host in _machines():
-        found = [_largest_of(overrides, device, host, disk_blocks=n) for n in (0, -1)]
+    for machine in _machines(overrides):
+        device, host = machine.device_memory or 0, machine.host_memory or 0
+        found = [_largest_of(overrides, machine, disk_blocks=n) for n in (0, -1)]
         told = [f"{num / 1e9:6.1f}B ({layers} layers of {name})" for num, layers, name, _ in found]
         away = f", {found[1][3] / 1e9:,.0f} GB"
         lines.append(f"{device / 1e9:6.0f} + {host / 1e9:<9.0f}{told[0]:>36}{told[1] + away:>48}")
@@ -322,21 +327,35 @@ def largest(overrides: Sequence[str]) -> list[str]:
     return [*lines, f"streamed, {tokens}, with {options}; the last GB are on disk"]
 
 
-def _machines() -> list[tuple[int, int]]:
-    """Bytes of device and host."""
+def _machines(overrides: Sequence[str]) -> list[Machine]:
+    """This one, where it has a GPU, with what its drives have free where they are named; and those
+    of ELSEWHERE."""
+    machines = [Machine(device_memory=device, host_memory=host) for device, host in ELSEWHERE]
     card, host = environment.gpu(), host_bytes()
-    here = [(card["device_bytes"], host)] if card.get("device_bytes") and host else []
-    return [*here, *ELSEWHERE]
+    if not card.get("device_bytes") or not host:
+        return machines
+    named = [item for item in parse(overrides) if item.key_or_group == "machine.nvme_path"]
+    folders = Paths(nvme_path=named[-1].value()).folders if named else []
+    free = _free_on(folders) if folders else None
+    return [
+        Machine(device_memory=card["device_bytes"], host_memory=host, disk_bytes=free),
+        *machines,
+    ]
+
+
+def _free_on(folders: Sequence[str]) -> int:
+    return free_bytes([Path(name).expanduser() for name in folders])
 
 
 def _largest_of(
-    overrides: Sequence[str], device: int, host: int, *, disk_blocks: int
+    overrides: Sequence[str], machine: Machine, *, disk_blocks: int
 ) -> tuple[int, int, str, int]:
     """Parameters, layers, the model whose width they have, and bytes on disk, of the largest."""
     found = []
     for name in WIDTHS:
-        cell = _sized(overrides, name, device, host, disk_blocks)
-        machine = Machine(device_memory=device, host_memory=host)
+        cell = _sized(
+            overrides, name, machine.device_memory or 0, machine.host_memory or 0, disk_blocks
+        )
         engine = built(cell, machine=machine)
         outer, layer = engine.work.layouts[0].num_params, engine.work.layouts[1].num_params
         outer += engine.work.layouts[-1].num_params

@@ -44,6 +44,8 @@ class Machine:
     """Bytes."""
     host_memory: int | None = None
     """Bytes that a chosen placement must stay under; None sets no limit."""
+    disk_bytes: int | None = None
+    """Most that `most_layers` puts on disk; None sets no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,11 +241,12 @@ class Planner:
                 > placement.USABLE_DEVICE * planner._device_memory
             ),
         )
-        left = empty.num_blocks - here
+        left, limit = empty.num_blocks - here, planner.machine.disk_bytes
         for away in (0, left - 2, left - 1, left) if asked.disk_blocks else (0,):
             blocks = replace(empty, device_optimizer=here, disk_blocks=max(0, away))
-            if planner._fits(blocks):
-                return planner.store_spec(blocks).disk_bytes
+            on_disk = planner.store_spec(blocks).disk_bytes
+            if planner._fits(blocks) and (limit is None or on_disk <= limit):
+                return on_disk
         return None
 
     def predict(self, blocks: Blocks) -> Timeline:

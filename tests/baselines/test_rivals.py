@@ -358,11 +358,11 @@ def test_only_what_a_dead_process_of_ours_left_may_go(shared_disk):
     child.start()
     child.join()
     alive = swapping(shared_disk)
-    with left_behind(shared_disk, infinity.PREFIX) as found:
+    with left_behind(shared_disk) as found:
         (dead,) = found
         assert dead.path != alive.path
         assert dead.num_bytes() >= 100_000
-        with left_behind(shared_disk, infinity.PREFIX) as again:
+        with left_behind(shared_disk) as again:
             assert again == [], "two that start together do not share what they remove"
         dead.remove()
         assert not dead.path.exists()

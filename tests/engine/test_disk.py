@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from hypothesis import strategies as st
 from engine import KernelError, disk
 from engine.disk import PREFIX, Drives
 from engine.sizes import PAGE
-from engine.swap import MARKER, SwapFolder
+from engine.swap import MARKER, SwapFolder, free_bytes
 
 FAILS, MOVES_LESS, IS_LATE = 1, 2, 3
 """Mirrors enum Wrong of csrc/disk.cpp."""
@@ -416,6 +417,29 @@ def test_what_a_killed_process_left_goes_at_the_next_start_and_nothing_else(fold
     again.close()
     assert set(everything(*folders)) == kept
     assert torch.equal(content(alive), source), "the living one was left alone"
+
+
+def test_what_folders_have_room_for_together(folders, monkeypatch):
+    """Striped evenly: a disk is shared by its folders, the fullest decides, and what is left of
+    dead processes counts as free, whichever system made it."""
+    left = SwapFolder.new(folders[0], "zero-infinity-")
+    (left.path / "moments").write_bytes(b"1" * 1_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=9_000_000))
+    disks = dict(zip(folders, (1, 1, 2), strict=True))
+    stat = os.stat
+
+    def on_its_disk(path, **how):
+        mode, inode, _, *rest = found = stat(path, **how)
+        return os.stat_result((mode, inode, disks[path], *rest)) if path in disks else found
+
+    monkeypatch.setattr(os, "stat", on_its_disk)
+    assert free_bytes(folders[2:]) == 9_000_000
+    assert free_bytes(folders) == 3 * 4_500_000, "two folders share the first disk"
+    held, _ = left.num_bytes(), left.release()
+    assert held >= 1_000_000
+    assert free_bytes(folders[:2]) == 2 * ((9_000_000 + held) // 2)
+    assert free_bytes([folders[0], folders[2]]) == 2 * 9_000_000
+    assert left.path.is_dir(), "nothing goes before it is used"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file another user's")

@@ -2,16 +2,20 @@
 that is not here."""
 
 import re
+import shutil
+from types import SimpleNamespace
 
 import pytest
 
 from engine.timeline import Interval, Timeline
+from sweeps import plan
 from sweeps.outlook import built
 from sweeps.plan import WIDTH, compose_plan, main, memory_lines, report, timeline_lines
 
 pytestmark = pytest.mark.slow
 
 ELSEWHERE = ["model=qwen2.5-7b", "+rates=h200_16cores"]
+RATES_OF_A_DRIVE = ["+rates.disk_read_bytes=1e9", "+rates.disk_write_bytes=1e9"]
 
 
 def planned(cell, machine):
@@ -203,6 +207,46 @@ def test_a_plan_without_a_gpu_says_what_it_lacks_and_what_is_on_disk(monkeypatch
         assert "no speed on a CPU; +rates=h200_16cores plans for a GPU" in out
         assert (told or "AdamW on the host in two passes") in out
         assert ("AdamW on the host in one pass" in out) is (away == -2)
+
+
+@pytest.mark.parametrize("machine", [[], ["+rates=h200_16cores", *RATES_OF_A_DRIVE]])
+def test_a_plan_knows_what_the_drives_of_this_machine_have_free(
+    machine, monkeypatch, capsys, tmp_path
+):
+    asked = ["model=tiny", "system=megatrain", "system.disk_blocks=-2", *machine]
+    monkeypatch.setattr("sys.argv", ["plan", *asked, f"machine.nvme_path={tmp_path}"])
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2_000_000))
+    assert main() == (0 if machine else 1)
+    *_, verdict = (lines := capsys.readouterr().out.splitlines())
+    assert any(" of 0.0 GB free, which every step" in line for line in lines) is not bool(machine)
+    if not machine:
+        told = (
+            rf"^does not fit: machine\.nvme_path: got {tmp_path}, with 2,000,000 bytes free, allowed "
+            r"at least [\d,]+ for tiny; free some, or name another folder$"
+        )
+        assert re.match(told, verdict)
+
+
+def test_the_largest_model_of_this_machine_has_room_on_its_drives(monkeypatch, tmp_path):
+    """Where they are named; those of other machines are as large as they must be."""
+    monkeypatch.setattr(plan, "WIDTHS", ("qwen2.5-7b",))
+    monkeypatch.setattr(plan, "ELSEWHERE", ((24 * plan.GB, 64 * plan.GB),))
+    monkeypatch.setattr(plan, "host_bytes", lambda: 64 * plan.GB)
+    monkeypatch.setattr(plan.environment, "gpu", lambda: {"device_bytes": 24 * plan.GB})
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=50 * plan.GB))
+    shape = ["shape.batch_size=32", "shape.seq_len=1024", "shape.num_micro_batches=32"]
+    head, here, there, _ = plan.largest([*shape, f"machine.nvme_path={tmp_path}"])
+    assert head.startswith("device + host")
+    sizes, away = zip(*(told(line) for line in (here, there)), strict=True)
+    assert sizes[0] < sizes[1]
+    assert 40 < away[0] <= 50 < away[1]
+    unnamed, same, _ = plan.largest(shape)[1:]
+    assert unnamed == same == there
+
+
+def told(line: str) -> tuple[float, float]:
+    """Billions of parameters and GB on disk of the largest."""
+    return float(re.findall(r"([\d.]+)B \(", line)[1]), float(re.findall(r", ([\d,]+) GB", line)[0])
 
 
 def test_fast_loads_kept_layers_again_where_room_is_scarce(monkeypatch, capsys):
