@@ -21,17 +21,18 @@ def answer(study: Study, lines: pd.DataFrame) -> str:
         return "Nothing was measured; below stands why."
     if study.figure == "quality":
         parts = [studies.main_part(study, one) for one in others]
-        alike = [one for one in parts if set(one["num_params"]) == set(main["num_params"])]
-        return _quality(main, alike)
+        same = [one for one in parts if set(one["num_params"]) == set(main["num_params"])]
+        return _quality(main, same)
     if not len(ready):
         return "Nothing was measured whose losses agree, so nothing is ranked."
+    alike = [studies.same_work(one, main) for one in others]
+    alike = [one[speeds.comparable(one)] for one in alike]
     if study.compares:
-        return _comparison(study, ready)
+        return _comparison(study, ready, alike)
     if study.effect:
-        return _effect(study, ready, [studies.same_work(one, main) for one in others])
+        return _effect(study, ready, alike)
     if study.hue == "system":
-        same = pd.concat([main, *(studies.same_work(one, main) for one in others)])
-        return _over_zero3(study, ready) or _ends(study, same[speeds.comparable(same)])
+        return _over_zero3(study, ready) or _ends(study, pd.concat([ready, *alike]))
     told = _settings(study, ready)
     return f"{told} {losses(study, ready)}" if study.figure == "losses" else told
 
@@ -42,7 +43,7 @@ def _known(found: Ratio, *, change: bool = False) -> str:
     return f"{told} (too few windows for an interval)" if pd.isna(found.lo) else told
 
 
-def _comparison(study: Study, ready: pd.DataFrame) -> str:
+def _comparison(study: Study, ready: pd.DataFrame, others: Sequence[pd.DataFrame]) -> str:
     own = ready["system"] != REFERENCE
     ranked = ready[own] if own.any() else ready
     best, base = speeds.fastest(ranked), tables.base_of(study, ready)
@@ -53,14 +54,35 @@ def _comparison(study: Study, ready: pd.DataFrame) -> str:
         return f"{names.name(best)} reaches {speed}, where {predicted:,.0f} were predicted."
     known = _known(speeds.ratio(best, base))
     told = f"{names.name(best)} is {known} as fast as {names.name(base)}."
+    told += _again(others, best, base)
     steady = best["steady_tokens_per_s"] / base["steady_tokens_per_s"]
     if f"{steady:.2f}" not in ("nan", f"{best['tokens_per_s'] / base['tokens_per_s']:.2f}"):
         told += f" In steady training, without the waits at a window's end, it is {steady:.2f}x."
-    others = ranked[speeds.rivals(ranked) & (ranked["family"] != best["family"])]
-    if len(others) and (rival := speeds.fastest(others)).name != base.name:
+    rivals = ranked[speeds.rivals(ranked) & (ranked["family"] != best["family"])]
+    if len(rivals) and (rival := speeds.fastest(rivals)).name != base.name:
         known = _known(speeds.ratio(best, rival))
         told += f" Its strongest rival in this run is {names.name(rival)}: {known}."
+        told += _again(others, best, rival)
     return told
+
+
+def _again(others: Sequence[pd.DataFrame], best: Any, base: Any) -> str:
+    """How fast the one is over the other in the other runs that have both; empty without any."""
+    found = []
+    for ready in others:
+        called = ready.apply(names.name, axis=1) if len(ready) else pd.Series(dtype=str)
+        pair = [ready[called == names.name(one)] for one in (best, base)]
+        if all(map(len, pair)):
+            found.append(speeds.ratio(*map(speeds.fastest, pair)))
+    return _elsewhere([one.times for one in sorted(found)])
+
+
+def _elsewhere(told: Sequence[str]) -> str:
+    """` In 3 other runs it is LEAST to MOST.`, of what is sorted; empty without any."""
+    if not told:
+        return ""
+    where = "another run" if len(told) == 1 else f"{len(told)} other runs"
+    return f" In {where} it is {' to '.join(dict.fromkeys((told[0], told[-1])))}."
 
 
 def _over_zero3(study: Study, ready: pd.DataFrame) -> str | None:
@@ -105,15 +127,11 @@ def _effect(study: Study, ready: pd.DataFrame, others: Sequence[pd.DataFrame]) -
         going = f"{' to '.join(names.value(x, end) for end in ends)} {names.setting(x)}"
         going += f", with {' and '.join(tables.at(new, path) for path in at)}," if at else ""
         told = f"Going from {going} changes tokens/s by {known}."
-    found = [_pair(study, one[speeds.comparable(one)]) for one in others]
+    found = [_pair(study, one) for one in others]
     again = sorted(speeds.ratio(two, one) for one, two in filter(None, found))
     if study.rest:
         told = f"{tables.at(new, *study.rest)}: {told[0].lower()}{told[1:]}"
-    if again:
-        low, high = again[0].change, again[-1].change
-        where = "another run" if len(again) == 1 else f"{len(again)} other runs"
-        told += f" In {where} it is {low if low == high else f'{low} to {high}'}."
-    return told + resumed
+    return told + _elsewhere([one.change for one in again]) + resumed
 
 
 def _pair(study: Study, ready: pd.DataFrame) -> tuple[Any, Any] | None:

@@ -26,14 +26,13 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from baselines.checkpoint_folder import spec_of
+from sweeps import environment
 from sweeps.checks import build_group, require
 from sweeps.config import Cell, cell_from
 from sweeps.groups import Measure, require_numactl
 from sweeps.identity import label
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-NODES = Path("/sys/devices/system/node")
-"""The kernel's list of NUMA nodes."""
 CHOICE = ("fallback", "candidates", "systems")
 """Fields of conf/model/auto.yaml."""
 NAMELESS = ("auto", "checkpoint")
@@ -101,7 +100,7 @@ def numa() -> str:
 
     It is none alone where there is one node, or no numactl.
     """
-    numbers = sorted(int(path.name.removeprefix("node")) for path in NODES.glob("node[0-9]*"))
+    numbers = environment.numa_nodes()
     bindings = [
         "--interleave=all",
         *(f"--cpunodebind={number} --preferred={number}" for number in numbers),

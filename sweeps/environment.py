@@ -29,6 +29,10 @@ CODE = ("baselines", "conf", "engine", "sweeps")
 """Folders in which a file that git does not know may be what a row is of."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """Random, made anew by the kernel at every start."""
+NODES = Path("/sys/devices/system/node")
+"""The kernel's list of NUMA nodes."""
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+"""Its choice of three words, the one in force in brackets."""
 
 
 def cell_variables(process: Process | None = None) -> dict[str, str]:
@@ -110,12 +114,30 @@ def machine(overrides: Machine, peaks: Mapping[str, float] | None) -> dict[str, 
         **card,
         "cpu": cpu_model(),
         "num_cores": len(os.sched_getaffinity(0)),
+        "numa_nodes": len(numa_nodes()) or None,
+        "huge_pages": huge_pages(),
         "host_bytes": overrides.host_bytes or host_bytes(),
         "boot": boot(),
         "matrix_peak_tflops": (peaks or {}).get("matrix_peak_tflops"),
         "matrix_sustained_tflops": (peaks or {}).get("matrix_sustained_tflops"),
         "datasheet_tflops": datasheet_tflops(card["gpu"]),
     }
+
+
+def numa_nodes() -> list[int]:
+    """The NUMA nodes that the kernel shows, in order; empty where it shows none."""
+    numbers = (path.name.removeprefix("node") for path in NODES.glob("node[0-9]*"))
+    return sorted(int(number) for number in numbers if number.isdigit())
+
+
+def huge_pages() -> str | None:
+    """When the kernel backs host memory with huge pages: always, madvise or never; None where it
+    does not say."""
+    try:
+        found = re.search(r"\[(\w+)\]", HUGE_PAGES.read_text())
+    except OSError:
+        return None
+    return found[1] if found else None
 
 
 def kind(machine: Mapping[str, Any]) -> str:

@@ -145,8 +145,8 @@ def lacks_disk(plan: Plan, cell: Cell) -> str | None:
     if needed <= free:
         return None
     return (
-        f"machine.nvme_path: got {cell.machine.nvme_path}, with {free:,} bytes free, allowed at "
-        f"least {needed:,} for {cell.model.name}; free some, or name another folder"
+        f"machine.nvme_path: got {free:,} bytes free there, allowed at least {needed:,} for "
+        f"{cell.model.name}; free some, or name another folder"
     )
 
 

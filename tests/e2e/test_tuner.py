@@ -212,7 +212,7 @@ def test_bindings_are_those_that_numactl_takes_here(
         if "--cpunodebind=1" in arguments:
             raise ValueError("not in this container")
 
-    monkeypatch.setattr(auto, "NODES", tmp_path)
+    monkeypatch.setattr(environment, "NODES", tmp_path)
     monkeypatch.setattr(auto, "require_numactl", takes)
     for number, expected in enumerate(
         ("''", "'','--interleave=all','--cpunodebind=0 --preferred=0'")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from sweeps import environment
+from sweeps.groups import Machine
 
 
 def repository(folder: Path, *, file: str = "file") -> str:
@@ -55,3 +56,17 @@ def test_a_checkout_without_history_has_no_commit_whatever_it_lies_in(checkout, 
     assert environment.git_commit() is None
     monkeypatch.setenv("MEGATRAIN_GIT_COMMIT", "told")
     assert environment.git_commit() == "told"
+
+
+def test_a_row_says_how_its_hosts_memory_is_laid_out(tmp_path, monkeypatch):
+    """Its NUMA nodes, and when pages are huge; None where the kernel says neither."""
+    monkeypatch.setattr(environment, "NODES", tmp_path)
+    monkeypatch.setattr(environment, "HUGE_PAGES", tmp_path / "enabled")
+    found = environment.machine(Machine(), None)
+    assert (found["numa_nodes"], found["huge_pages"]) == (None, None)
+    for name in ("node0", "node1", "node10", "has_cpu"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "enabled").write_text("always [madvise] never\n")
+    found = environment.machine(Machine(), None)
+    assert (found["numa_nodes"], found["huge_pages"]) == (3, "madvise")
+    assert environment.numa_nodes() == [0, 1, 10]
