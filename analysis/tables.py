@@ -6,6 +6,7 @@ not measured says why.
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pandas as pd
 from analysis import names, speeds, studies
 from analysis.studies import Study
 from sweeps.agreement import ADAPTERS, COMPARED_STEPS, REFERENCE, STAND_IN
+from sweeps.identity import KEPT, kind
 
 NONE = "—"
 WORDS = {"system", "model", "machine", "the paper's machine", "commit", "state"}
@@ -22,6 +24,10 @@ WORDS |= {"answer", "losses", "held down by", "doubt"}
 PLURAL = r"(?<=[a-z])s\b"
 """The ending of the first word of several, in the unit of a setting."""
 REFUSAL = re.compile(r"needs ([\d,]+) bytes of (\w+) memory, .*?([\d,]+)")
+TRIALS = Path(__file__).resolve().parent.parent / "conf" / "system" / "tuned"
+"""Folder of all trials of every search (sweeps/tuner.py)."""
+TUNED = "tuned"
+"""Word of the mode of a rival whose options a search found."""
 CPU_NOTE = "CPU speeds prove wiring and numerics; they say nothing about GPUs."
 
 
@@ -296,9 +302,25 @@ def latex(study: Study, lines: pd.DataFrame) -> str:
 def notes(lines: pd.DataFrame) -> list[str]:
     """What a reader must know beside the table: what failed and why, and what differs."""
     told = [f"{names.name(line)}: {note}." for _, line in lines.iterrows() for note in _notes(line)]
+    told += _searched(lines[speeds.rivals(lines)])
     if not lines.iloc[0]["machine_details"].get("gpu"):
         told.append(CPU_NOTE)
     return list(dict.fromkeys(told))
+
+
+def _searched(rivals: pd.DataFrame) -> Iterator[str]:
+    """How the options of each rival were found."""
+    if not len(rivals):
+        return
+    tuned = rivals["mode"].map(lambda mode: TUNED in mode.split())
+    for _, line in rivals[tuned].iterrows():
+        kept = f"_{KEPT}" if KEPT in line["mode"].split() else ""
+        file = TRIALS / f"{line['family']}{kept}-{kind(line['machine_details'])}.jsonl"
+        of = f" of {len(file.read_text().splitlines())} trials" if file.is_file() else ""
+        yield f"{names.name(line)}: its options are the best{of} of a search (`+tune`)."
+    if not tuned.all():
+        others = "the other rivals" if tuned.any() else "rivals"
+        yield f"The options of {others} are those of conf/system, which nobody searched."
 
 
 def _notes(line: pd.Series) -> Iterator[str]:

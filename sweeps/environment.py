@@ -140,13 +140,6 @@ def huge_pages() -> str | None:
     return found[1] if found else None
 
 
-def kind(machine: Mapping[str, Any]) -> str:
-    """GPU (or cpu) and cores of a row's machine, `h200-16cores`: what a measurement depends on
-    most, and no host's name."""
-    gpu = str(machine.get("gpu") or "cpu").removeprefix("NVIDIA ")
-    return f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}-{machine.get('num_cores')}cores"
-
-
 @lru_cache(maxsize=1)
 def versions() -> dict[str, str]:
     """Versions of Python and of every package that can change a number; a missing package is left

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,13 @@ def drives_of(config: Mapping[str, Any]) -> str | None:
         return None
     folders = filter(None, machine["nvme_path"].split(os.pathsep))
     return digest([os.path.realpath(os.path.expanduser(folder)) for folder in folders])
+
+
+def kind(machine: Mapping[str, Any]) -> str:
+    """GPU (or cpu) and cores of a row's machine, `h200-16cores`: what a measurement depends on
+    most, and no host's name."""
+    gpu = str(machine.get("gpu") or "cpu").removeprefix("NVIDIA ")
+    return f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}-{machine.get('num_cores')}cores"
 
 
 def as_first_written(config: Mapping[str, Any]) -> Mapping[str, Any]:

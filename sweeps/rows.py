@@ -19,6 +19,7 @@ from pathlib import Path
 from sweeps import environment
 from sweeps.config import Cell
 from sweeps.groups import Machine
+from sweeps.identity import kind
 from sweeps.result import BENCH_VERSION, RETRIED, Row
 from sweeps.rowfile import NOTHING_READ, Read, row_of_line, whole
 
@@ -94,12 +95,12 @@ def comparable(row: Row, cell: Cell) -> bool:
 
 
 def _of_here(row: Row, cell: Cell) -> bool:
-    return not row.machine or environment.kind(row.machine) == _here(cell.machine.device)
+    return not row.machine or kind(row.machine) == _here(cell.machine.device)
 
 
 @lru_cache(maxsize=2)
 def _here(device: str) -> str:
-    return environment.kind(environment.machine(Machine(device=device), None))
+    return kind(environment.machine(Machine(device=device), None))
 
 
 @contextmanager

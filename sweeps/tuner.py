@@ -27,9 +27,9 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from sweeps import auto, environment
+from sweeps import auto
 from sweeps.config import Cell
-from sweeps.identity import NEUTRAL, comparison_key, hashed
+from sweeps.identity import NEUTRAL, comparison_key, hashed, kind
 from sweeps.result import Row
 from sweeps.rows import Rows, comparable
 
@@ -123,7 +123,7 @@ def finish(start: Cell, choice: str, rows: Rows, folder: Path = TUNED) -> int:
             file=sys.stderr,
         )
         return 1
-    stem = f"{choice.replace('/', '-')}-{environment.kind(best.machine)}"
+    stem = f"{choice.replace('/', '-')}-{kind(best.machine)}"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{stem}.yaml"
     path.write_text(overlay(best, choice, len(found)))

@@ -297,6 +297,64 @@ def test_what_another_run_made_of_an_effect_is_of_the_same_model() -> None:
     assert "In another run it is −75.0%." in answers.answer(study, same)
 
 
+def test_what_other_runs_made_of_a_comparison_is_of_the_same_pair() -> None:
+    """And stands behind the ratio that it is of."""
+
+    def of(run: str, **steps: float) -> pd.DataFrame:
+        made = [
+            row(
+                name.partition("_")[0],
+                [step] * 3,
+                cell=name,
+                experiment="vs_zero3_7b",
+                preset=name.partition("_")[2] or None,
+                config=config(preset=name.partition("_")[2] or None),
+                agrees=True,
+            )
+            for name, step in steps.items()
+        ]
+        return speeds.lines(studies.assigned(framed(made)).assign(run=run))
+
+    study = studies.listed()["vs_zero3_7b"]
+    lead = of("3", megatrain_fast=1.0, zero3=4.0, zero3_twinflow=2.0, fsdp2=8.0)
+    told = answers.answer(study, lead)
+    assert "other run" not in told
+    both = [lead, of("2", megatrain_fast=1.0, zero3=5.0), of("1", megatrain_fast=1.0, zero3=3.0)]
+    told = answers.answer(study, pd.concat(both, ignore_index=True))
+    assert "fast as ZeRO-3. In 2 other runs it is 3.00x to 5.00x. Its strongest" in told
+    assert told.count("other run") == 1, "no other run has Twin-Flow"
+    others = [lead, of("2", megatrain_fast=1.0, zero3_twinflow=1.5), of("1", zero3=3.0)]
+    told = answers.answer(study, pd.concat(others, ignore_index=True))
+    assert told.endswith(" In another run it is 1.50x.")
+    assert told.count("other run") == 1, "one alone has the engine too"
+
+
+def test_a_table_says_how_the_options_of_rivals_were_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "TRIALS", tmp_path)
+    (tmp_path / "zero3_kept-h200-16cores.jsonl").write_text("{}\n" * 7)
+
+    def notes(*systems: tuple[str, str | None]) -> list[str]:
+        made = [
+            row(name, [1.0] * 3, cell=f"{n}", preset=preset, config=config(preset=preset))
+            for n, (name, preset) in enumerate(systems)
+        ]
+        return tables.notes(speeds.lines(studies.assigned(framed(made))))
+
+    nobody = "The options of rivals are those of conf/system, which nobody searched."
+    assert notes(("megatrain", "fast"), ("in_memory", None)) == []
+    assert notes(("megatrain", "fast"), ("zero3", None), ("fsdp2", None)) == [nobody]
+    best = "its options are the best of 7 trials of a search (`+tune`)."
+    (one,) = notes(("zero3", "tuned kept"), ("in_memory", None))
+    assert one.endswith(best)
+    one, others = notes(("zero3", "tuned kept"), ("fsdp2", None))
+    assert one.endswith(best)
+    assert others == nobody.replace("of rivals", "of the other rivals")
+    (one,) = notes(("zero3", "tuned"))
+    assert one.endswith("its options are the best of a search (`+tune`)."), "its trials are gone"
+
+
 def test_the_worst_of_several_repeats_is_told_and_why() -> None:
     """How far a resumption was off, what the bench said, and the seconds of all."""
     given = [

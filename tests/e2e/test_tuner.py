@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from baselines.registry import build
 from baselines.system import Unsupported
-from sweeps import auto, environment, tuner
+from sweeps import auto, environment, identity, tuner
 from sweeps.command import command_of
 from sweeps.config import Cell, cell_from
 from sweeps.identity import NEUTRAL
@@ -183,7 +183,7 @@ def test_searches_from_two_starts_share_a_folder_and_no_trial(tmp_path: Path) ->
     for start, cell in starts.items():
         assert [one.cell for one in tuner.trials(cell, Rows())] == [start]
         assert tuner.finish(cell, start, Rows(), tmp_path / "tuned") == 0
-    kind = environment.kind(environment.machine(cell.machine, None))
+    kind = identity.kind(environment.machine(cell.machine, None))
     assert {path.stem for path in (tmp_path / "tuned").glob("*.yaml")} == {
         f"{start}-{kind}" for start in starts
     }
@@ -241,7 +241,7 @@ def test_a_search_without_its_packages_is_one_line(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_files_are_named_after_kinds_of_machine(machine: dict[str, object], expected: str) -> None:
-    assert environment.kind(machine) == expected
+    assert identity.kind(machine) == expected
 
 
 def test_a_trial_is_cut_short_where_it_is_well_below_the_best(tmp_path: Path) -> None:
