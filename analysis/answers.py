@@ -57,7 +57,9 @@ def _comparison(study: Study, ready: pd.DataFrame, others: Sequence[pd.DataFrame
     told += _again(others, best, base)
     steady = best["steady_tokens_per_s"] / base["steady_tokens_per_s"]
     if f"{steady:.2f}" not in ("nan", f"{best['tokens_per_s'] / base['tokens_per_s']:.2f}"):
-        told += f" In steady training, without the waits at a window's end, it is {steady:.2f}x."
+        told += (
+            f" In steady training, without the waits at a window's end, this run has {steady:.2f}x."
+        )
     rivals = ranked[speeds.rivals(ranked) & (ranked["family"] != best["family"])]
     if len(rivals) and (rival := speeds.fastest(rivals)).name != base.name:
         known = _known(speeds.ratio(best, rival))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 MARKER = "megatrain-bench"
 """File in every folder of ours; whoever made the folder holds its lock to the end of its life."""
-PREFIXES = ("megatrain-disk-", "zero-infinity-", "slideformer-")
+PREFIXES = ("megatrain-disk-", "zero-infinity-")
 """How the names of our folders begin, each system's with its own; no other is ever looked into."""
 
 
@@ -98,7 +98,7 @@ def free_bytes(folders: Sequence[Path]) -> int:
     """The most that there is room for when it is spread evenly over `folders`, of which some may
     lie on one disk; what dead processes left in them counts as free.
 
-    OSError for a folder that is not there.
+    OSError for a folder that is not there. folders: one at least.
     """
     disks = [os.stat(folder).st_dev for folder in folders]
     free = {os.stat(folder).st_dev: shutil.disk_usage(folder).free for folder in folders}

@@ -19,7 +19,7 @@ UNHASHED = ("experiment", "logging", "output_dir", "process", "time_limit_s")
 """Groups that cannot change a measurement; and `process`, which is hashed where it stood first."""
 PATHS = {
     "checkout": ("published_megatrain", "slideformer"),
-    "nvme_path": ("zero_infinity", "megatrain", "slideformer"),
+    "nvme_path": ("zero_infinity", "megatrain"),
 }
 """Field of machine that says where something lies there -> the systems that are built with it. No
 row has these fields."""
@@ -49,7 +49,6 @@ NEUTRAL = (
     "huge_pages",
     "numactl",
     "disk_blocks",
-    "nvme_offload_fraction",
     "keep_attention",
     "offload_attention",
     FALLBACK,
@@ -126,8 +125,7 @@ def drives_of(config: Mapping[str, Any]) -> str | None:
     machine, system = config["machine"], config["system"]
     if machine.get(DRIVES) is not None:
         return str(machine[DRIVES])
-    asked = system.get("disk_blocks") or system.get("nvme_offload_fraction")
-    uses = system.get("name") == "zero_infinity" or asked
+    uses = system.get("name") == "zero_infinity" or system.get("disk_blocks")
     if not uses or not isinstance(machine.get("nvme_path"), str):
         return None
     folders = filter(None, machine["nvme_path"].split(os.pathsep))

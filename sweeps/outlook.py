@@ -137,15 +137,16 @@ def lacks_gpus(cell: Cell) -> str | None:
 
 def lacks_disk(plan: Plan, cell: Cell) -> str | None:
     """That the disks of machine.nvme_path have less free than the plan puts there, one line; None
-    where they have as much. What dead processes left there counts as free."""
+    where they have as much, or the system itself looks for the folders."""
     needed = cell.process.num_ranks * sum(plan.disk.values())
-    if not needed:
+    folders = [Path(name).expanduser() for name in cell.machine.folders]
+    if not needed or not all(folder.is_dir() for folder in folders):
         return None
-    free = free_bytes([Path(name).expanduser() for name in cell.machine.folders])
+    free = free_bytes(folders)
     if needed <= free:
         return None
     return (
-        f"machine.nvme_path: got {free:,} bytes free there, allowed at least {needed:,} for "
+        f"machine.nvme_path: got room for {free:,} bytes there, allowed at least {needed:,} for "
         f"{cell.model.name}; free some, or name another folder"
     )
 

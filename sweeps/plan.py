@@ -29,7 +29,6 @@ from sweeps.checks import require
 from sweeps.command_line import asks_help, mend_streams
 from sweeps.config import Cell, cell_from
 from sweeps.errors import USER_ERRORS, one_line, overrides_in, parse
-from sweeps.groups import Machine as Paths
 from sweeps.identity import label
 from sweeps.memory import host_bytes
 from sweeps.outlook import built, outlook_of
@@ -312,7 +311,8 @@ def largest(overrides: Sequence[str]) -> list[str]:
     """The most layers, of several widths, that there is room for: on this machine, where it has a
     GPU, and on some that are not here; with all state in memory and with some on disk."""
     lines = [f"{'device + host, GB':18}{'in memory':>36}{'with state on disk':>48}"]
-    for machine in _machines(overrides):
+    machines = _machines(overrides)
+    for machine in machines:
         device, host = machine.device_memory or 0, machine.host_memory or 0
         found = [_largest_of(overrides, machine, disk_blocks=n) for n in (0, -1)]
         told = [f"{num / 1e9:6.1f}B ({layers} layers of {name})" for num, layers, name, _ in found]
@@ -320,7 +320,7 @@ def largest(overrides: Sequence[str]) -> list[str]:
         lines.append(f"{device / 1e9:6.0f} + {host / 1e9:<9.0f}{told[0]:>36}{told[1] + away:>48}")
     if len(lines) == 1 + len(ELSEWHERE):
         lines.append("this machine has no GPU")
-    shape = _sized(overrides, WIDTHS[0], *ELSEWHERE[0], 0).shape
+    shape = _sized(overrides, WIDTHS[0], machines[-1], 0).shape
     parts = f" in {n} parts" if (n := shape.num_micro_batches) > 1 else ""
     tokens = f"{shape.batch_size} x {shape.seq_len} tokens{parts}"
     options = "system.checkpoint_interval=-1 system.device_optimizer=-1"
@@ -329,18 +329,20 @@ def largest(overrides: Sequence[str]) -> list[str]:
 
 def _machines(overrides: Sequence[str]) -> list[Machine]:
     """This one, where it has a GPU, with what its drives have free where they are named; and those
-    of ELSEWHERE."""
+    of ELSEWHERE. ValueError, one line, where what is named is no folder."""
     machines = [Machine(device_memory=device, host_memory=host) for device, host in ELSEWHERE]
     card, host = environment.gpu(), host_bytes()
     if not card.get("device_bytes") or not host:
         return machines
-    named = [item for item in parse(overrides) if item.key_or_group == "machine.nvme_path"]
-    folders = Paths(nvme_path=named[-1].value()).folders if named else []
-    free = _free_on(folders) if folders else None
-    return [
-        Machine(device_memory=card["device_bytes"], host_memory=host, disk_bytes=free),
-        *machines,
-    ]
+    here = Machine(device_memory=card["device_bytes"], host_memory=host)
+    cell = _sized(overrides, WIDTHS[0], here, -1)
+    built(cell, machine=here)  # looks for the folders
+    free = _free_on(cell.machine.folders) if _names_drives(overrides) else None
+    return [dataclasses.replace(here, disk_bytes=free), *machines]
+
+
+def _names_drives(overrides: Sequence[str]) -> bool:
+    return any(item.key_or_group == "machine.nvme_path" for item in parse(overrides))
 
 
 def _free_on(folders: Sequence[str]) -> int:
@@ -353,9 +355,7 @@ def _largest_of(
     """Parameters, layers, the model whose width they have, and bytes on disk, of the largest."""
     found = []
     for name in WIDTHS:
-        cell = _sized(
-            overrides, name, machine.device_memory or 0, machine.host_memory or 0, disk_blocks
-        )
+        cell = _sized(overrides, name, machine, disk_blocks)
         engine = built(cell, machine=machine)
         outer, layer = engine.work.layouts[0].num_params, engine.work.layouts[1].num_params
         outer += engine.work.layouts[-1].num_params
@@ -365,7 +365,7 @@ def _largest_of(
     return max(some, key=lambda one: (one[1] <= DEEP, one[0] if one[1] <= DEEP else -one[1]))
 
 
-def _sized(overrides: Sequence[str], name: str, device: int, host: int, disk_blocks: int) -> Cell:
+def _sized(overrides: Sequence[str], name: str, machine: Machine, disk_blocks: int) -> Cell:
     """A cell of one layer of that width, on such a machine."""
     fixed = [
         f"model={name}",
@@ -374,11 +374,11 @@ def _sized(overrides: Sequence[str], name: str, device: int, host: int, disk_blo
         "system.checkpoint_interval=-1",
         "system.late_moments=false",  # nothing to choose by speed: bytes are the same
         f"system.disk_blocks={disk_blocks}",
-        f"machine.nvme_path={os.curdir}",
-        f"machine.device_bytes={device}",
-        f"machine.host_bytes={host}",
+        f"machine.device_bytes={machine.device_memory}",
+        f"machine.host_bytes={machine.host_memory}",
         "+rates=h200_16cores",
     ]
+    fixed += [] if _names_drives(overrides) else [f"machine.nvme_path={os.curdir}"]
     return compose_plan([*overrides, *fixed])[0]
 
 

@@ -154,8 +154,8 @@ class Row:
     """gpu, num_gpus, device_bytes, cpu, num_cores, numa_nodes, huge_pages, host_bytes, boot,
     matrix_peak_tflops, matrix_sustained_tflops, datasheet_tflops. boot: eight hex digits, the same
     in rows of one machine between two of its starts. huge_pages: when the kernel backs host memory
-    with them, always, madvise or never. Both are None where unreadable; older rows lack them,
-    numa_nodes and matrix_sustained_tflops."""
+    with them, always, madvise or never. These two and numa_nodes are None where unreadable; older
+    rows lack them, and matrix_sustained_tflops."""
     versions: dict[str, str] = field(default_factory=dict)
     allocator: str | None = None
     """PYTORCH_ALLOC_CONF of the cell's process: the bench's, or the user's in its place; None in

@@ -1,8 +1,9 @@
 """ZeroInfinity: DeepSpeed ZeRO-3 with the optimizer state on a disk, through DeepSpeed's
 asynchronous IO; weights in host memory.
 
-Invariant: on the disk it keeps to the rules of baselines/swapping.py. Its speed is that of the
-disk, so every row says that there is one.
+Invariant: nothing is written or removed before the disk is known to have room; everything lies in
+one folder of this process, which goes with it, and of other folders only those of our dead
+processes go. Its speed is that of the disk, so every row says that there is one.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ import contextlib
 import dataclasses
 import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from baselines import footprint, swapping
+from baselines import footprint
 from baselines.deepspeed.options import NUM_BUFFERS, InfinityOptions, accumulation_dtype
 from baselines.deepspeed.setup import import_deepspeed
 from baselines.deepspeed.stage3 import Zero3, sub_groups
 from baselines.model import count_params
 from baselines.system import SystemSpec, Unsupported
-from engine import Batch, Plan, SwapFolder
+from engine import Batch, Plan, SwapFolder, left_behind
 
 DISK_BYTES_PER_PARAM = 16
 """fp32 master, both moments, and gradients on their way to them."""
@@ -30,6 +33,8 @@ PREFIX = "zero-infinity-"
 """How the folders' names begin (engine/swap.py)."""
 ARCHITECTURE = re.compile(r"\d+\.\d+(\+PTX)?")
 """What DeepSpeed's builder reads of TORCH_CUDA_ARCH_LIST: no 9.0a of torch's, and no names."""
+FULL_BYTES = 64 << 20
+"""A disk with less than this free is what stopped a step."""
 
 
 class ZeroInfinity(Zero3):
@@ -41,8 +46,16 @@ class ZeroInfinity(Zero3):
 
     def __init__(self, spec: SystemSpec) -> None:
         super().__init__(spec)
-        self.root = swapping.root_of(self.options.nvme_path)
+        options = self.options
+        root = Path(options.nvme_path or "").expanduser()
+        if options.nvme_path is None or not root.is_dir():
+            got = "nothing" if options.nvme_path is None else "what is no folder"
+            raise Unsupported(
+                f"machine.nvme_path: got {got}, allowed a folder on a local disk; make one and "
+                "give machine.nvme_path=PATH"
+            )
         self.caveat = "optimizer state on a disk, whose speed this is"
+        self.root = root.resolve()
         self._folder: SwapFolder | None = None
 
     @property
@@ -82,9 +95,19 @@ class ZeroInfinity(Zero3):
 
         Unsupported where DeepSpeed's IO cannot be built or the disk is too small.
         """
+        options, needed = self.options, self._disk_bytes
         _require_async_io(import_deepspeed(self.spec.device), self.spec.device)
-        self._folder = swapping.claimed(self.root, PREFIX, self._disk_bytes)
-        self.options = self.options.within(self._folder.path)
+        with left_behind(self.root) as folders:
+            free = shutil.disk_usage(self.root).free + sum(folder.num_bytes() for folder in folders)
+            if needed > free:
+                raise Unsupported(
+                    f"machine.nvme_path: the disk has {free:,} bytes free and needs {needed:,}; "
+                    "free some or name another"
+                )
+            for folder in folders:
+                folder.remove()
+        self._folder = SwapFolder.new(self.root, PREFIX)
+        self.options = options.within(self._folder.path)
         with self._disk():
             super().setup(weights)
 
@@ -104,9 +127,12 @@ class ZeroInfinity(Zero3):
         try:
             yield
         except (OSError, RuntimeError, AssertionError) as error:
-            if (full := swapping.full(self.root)) is None:
+            free = shutil.disk_usage(self.root).free
+            if free >= FULL_BYTES:
                 raise
-            raise full from error
+            raise OSError(
+                f"machine.nvme_path: the disk is full ({free:,} bytes free); free some"
+            ) from error
 
     def _unsaved(self) -> str:
         return "what is on the disk"
@@ -115,7 +141,8 @@ class ZeroInfinity(Zero3):
         """Close ZeRO-3 and remove what was written; idempotent."""
         super().close()
         if self._folder is not None:
-            swapping.given_back(self._folder)
+            self._folder.remove()
+            self._folder.release()
             self._folder = None
 
 

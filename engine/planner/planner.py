@@ -241,12 +241,19 @@ class Planner:
                 > placement.USABLE_DEVICE * planner._device_memory
             ),
         )
-        left, limit = empty.num_blocks - here, planner.machine.disk_bytes
-        for away in (0, left - 2, left - 1, left) if asked.disk_blocks else (0,):
-            blocks = replace(empty, device_optimizer=here, disk_blocks=max(0, away))
-            on_disk = planner.store_spec(blocks).disk_bytes
-            if planner._fits(blocks) and (limit is None or on_disk <= limit):
-                return on_disk
+        left = empty.num_blocks - here
+        limit = math.inf if planner.machine.disk_bytes is None else planner.machine.disk_bytes
+
+        def on_disk(away: int) -> int:
+            return planner.store_spec(placed(away)).disk_bytes
+
+        def placed(away: int) -> Blocks:
+            return replace(empty, device_optimizer=here, disk_blocks=max(0, away))
+
+        room = bisect(range(1, left + 1), True, key=lambda n: on_disk(n) > limit)
+        for away in (0, room, left - 2, left - 1, left) if asked.disk_blocks else (0,):
+            if on_disk(away) <= limit and planner._fits(placed(away)):
+                return on_disk(away)
         return None
 
     def predict(self, blocks: Blocks) -> Timeline:

@@ -85,7 +85,7 @@ def test_a_steady_rate_stands_beside_the_windows_and_does_not_rank(tmp_path: Pat
     assert order == ["FSDP2", "MegaTrain", "ZeRO-3"]
     save(path, given[:2])
     code, out, _ = run(capsys, "report", path)
-    assert "without the waits at a window's end, it is 2.50x" in " ".join(out.split())
+    assert "without the waits at a window's end, this run has 2.50x" in " ".join(out.split())
 
 
 def test_energy_stands_in_the_report_where_rows_know_it(tmp_path: Path, capsys) -> None:

@@ -7,7 +7,6 @@ import dataclasses
 import importlib.metadata
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -194,45 +193,6 @@ def test_slideformer_plans_twelve_bytes_a_parameter_and_every_layers_input_on_th
     assert inputs < plan.host["checkpoints"] < 2 * inputs
     wider = build("slideformer", make_spec(config=QWEN_14B, double_buffer=True, **slideformer))
     assert 0 < plan.device_bytes < wider.plan().device_bytes < 60e9
-
-
-def test_slideformers_moments_on_a_disk(slideformer, tmp_path, monkeypatch):
-    """They get a folder of their own, which goes with them; what their code would not see is
-    refused before it runs."""
-    (drive := tmp_path / "drive").mkdir()
-    asked = {**slideformer, "nvme_offload_fraction": 0.5, "nvme_path": str(drive)}
-    system = build("slideformer", make_spec(**asked))
-    total = num_params(system.spec.model)
-    assert (system.caveat or "").endswith("; moments on a disk, through the page cache")
-    assert system.plan().disk == {"optimizer": 4 * total}
-    whole = build("slideformer", make_spec(**asked | {"nvme_offload_fraction": 1})).plan()
-    none = build("slideformer", make_spec(**slideformer)).plan()
-    assert whole.disk == {"optimizer": 8 * total}
-    assert (none.disk, none.host["moments"]) == ({}, 8 * total)
-    assert whole.host["moments"] <= system.plan().host["moments"] <= 8 * total
-    with pytest.raises(Unsupported, match=r"^system\.nvme_offload_fraction: a moment of the larg"):
-        build("slideformer", make_spec(config=QWEN_14B, **asked))
-    with pytest.raises(ValueError, match=r"^system\.nvme_offload_fraction: got 0\.3, allowed 0, 0"):
-        build("slideformer", make_spec(**asked | {"nvme_offload_fraction": 0.3}))
-    with pytest.raises(Unsupported, match=r"^machine\.nvme_path: got nothing, allowed a folder"):
-        build("slideformer", make_spec(**asked | {"nvme_path": None}))
-
-    monkeypatch.setitem(sys.modules, "tensornvme", None)
-    with pytest.raises(Unsupported, match=r"tensornvme, which does not import \(.*; pip install"):
-        system._on_disk()
-    for works in (False, True):
-        found = SimpleNamespace(probe_backend=lambda name, works=works: works and name == "uring")
-        monkeypatch.setitem(sys.modules, "tensornvme", SimpleNamespace(_C=found))
-        monkeypatch.setitem(sys.modules, "tensornvme._C", found)
-        if not works:
-            with pytest.raises(Unsupported, match=r"io_uring, which is not to be had here; leave"):
-                system._on_disk()
-    assert list(drive.iterdir()) == []
-    given = system._on_disk()
-    assert given["nvme_offload_fraction"] == 0.5
-    assert [str(path) for path in drive.iterdir()] == [given["offload_dir"]]
-    system.close()
-    assert list(drive.iterdir()) == []
 
 
 def test_a_checkout_whose_code_does_not_import_is_one_line(checkout):

@@ -1,8 +1,12 @@
 """`sweeps.plan`: what it prints is what the engine plans and predicts, for this machine and for one
 that is not here."""
 
+import dataclasses
+import itertools
+import math
 import re
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -221,7 +225,7 @@ def test_a_plan_knows_what_the_drives_of_this_machine_have_free(
     assert any(" of 0.0 GB free, which every step" in line for line in lines) is not bool(machine)
     if not machine:
         told = (
-            r"^does not fit: machine\.nvme_path: got 2,000,000 bytes free there, allowed "
+            r"^does not fit: machine\.nvme_path: got room for 2,000,000 bytes there, allowed "
             r"at least [\d,]+ for tiny; free some, or name another folder$"
         )
         assert re.match(told, verdict)
@@ -240,8 +244,33 @@ def test_the_largest_model_of_this_machine_has_room_on_its_drives(monkeypatch, t
     sizes, away = zip(*(told(line) for line in (here, there)), strict=True)
     assert sizes[0] < sizes[1]
     assert 40 < away[0] <= 50 < away[1]
+    (layers,) = re.findall(r"\((\d+) layers of [^)]*\), ", here)
+    assert has_room(int(layers), shape, tmp_path)
+    assert not has_room(int(layers) + 1, shape, tmp_path), "whatever is on the drive"
     unnamed, same, _ = plan.largest(shape)[1:]
     assert unnamed == same == there
+
+
+def has_room(layers: int, shape: list[str], folder: Path) -> bool:
+    """Of 24 + 64 GB and a drive of 50 GB, wherever each block's state lies."""
+    limits = [f"machine.device_bytes={24 * plan.GB}", f"machine.host_bytes={64 * plan.GB}"]
+    rates = ["+rates=h200_16cores", *RATES_OF_A_DRIVE, "system.late_moments=false"]
+    model = ["model=qwen2.5-7b", "system=megatrain", f"model.config.num_hidden_layers={layers}"]
+    every = max(1, math.isqrt(layers))
+    placed = [f"machine.nvme_path={folder}", f"system.checkpoint_interval={every}"]
+    asked = [*shape, *limits, *rates, *model, *placed, "system.disk_blocks=1"]
+    cell, machine = compose_plan(asked)
+    engine = built(cell, machine=machine)
+    planner = engine._planner
+    placements = (
+        dataclasses.replace(engine.blocks, device_optimizer=here, disk_blocks=away)
+        for here, away in itertools.product(range(layers + 3), repeat=2)
+        if here + away <= layers + 2
+    )
+    return any(
+        planner._fits(blocks) and sum(planner.plan(blocks).disk.values()) <= 50 * plan.GB
+        for blocks in placements
+    )
 
 
 def told(line: str) -> tuple[float, float]:
