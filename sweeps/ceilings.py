@@ -235,10 +235,12 @@ def _lines(found: dict[str, Any]) -> list[str]:
 def _disk_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The table of drives, with the share of the loop's speed that the engine reaches."""
     width = max((len(row["name"]) for row in rows), default=0) + 2
-    lines = ["", f"{'drives, in turns':<{width}}{'loop GB/s':>11}{'engine GB/s':>13}{'share':>8}"]
+    head = f"{'loop GB/s':>11}{'at a time':>11}{'engine GB/s':>13}{'share':>8}"
+    lines = ["", f"{'drives, in turns':<{width}}{head}"]
     for row in rows:
         loop, ours = row["loop_gb_per_s"], row["drives_gb_per_s"]
-        reached = "" if row["reason"] else f"{loop:>11.2f}{ours:>13.2f}{ours / loop:>8.0%}"
+        fast = "" if row["reason"] else f"{loop:>11.2f}{row['at_a_time']:>11}"
+        reached = fast and f"{fast}{ours:>13.2f}{ours / loop:>8.0%}"
         lines.append(f"{row['name']:<{width}}{reached or row['reason']}")
     return lines if rows else []
 

@@ -40,6 +40,8 @@ class DiskSpeed:
     """The folders, and `read` or `write`."""
     loop_gb_per_s: float | None = None
     """Decimal, of the simplest loop."""
+    at_a_time: int | None = None
+    """Requests that the loop then had in hand on each drive: that of IN_FLIGHT which was faster."""
     drives_gb_per_s: float | None = None
     reason: str | None = None
 
@@ -63,7 +65,12 @@ def _measure(folders: Sequence[Path], num_bytes: int, rounds: int) -> list[DiskS
     except (OSError, KernelError) as error:
         return [DiskSpeed(name=name, reason=str(error))]
     return [
-        DiskSpeed(name=f"{name}, {does}", loop_gb_per_s=max(loops), drives_gb_per_s=ours)
+        DiskSpeed(
+            name=f"{name}, {does}",
+            loop_gb_per_s=max(loops),
+            at_a_time=IN_FLIGHT[loops.index(max(loops))],
+            drives_gb_per_s=ours,
+        )
         for does, (ours, *loops) in found.items()
     ]
 

@@ -54,14 +54,17 @@ def test_the_loop_moves_every_byte_of_every_file(folders):
 
 
 def test_the_first_round_does_not_count_and_the_fastest_loop_is_the_ceiling(folders, monkeypatch):
-    """A second each in the first round; then 1, 2 and 4 ms for the drives and the two loops."""
-    counted = [0.001, 0.002, 0.004]
-    taken = iter(2 * (3 * [1.0] + 3 * counted))
+    """A second each in the first round; then 1, 2 and 4 ms for the drives and the two loops; read,
+    the other loop is the faster."""
+    written, read = [0.001, 0.002, 0.004], [0.001, 0.004, 0.002]
+    taken = iter([*3 * [1.0], *3 * written, *3 * [1.0], *3 * read])
     monkeypatch.setattr(disk_speed, "_seconds", lambda work: (work(), next(taken))[1])
     whole = NUM_BYTES // STRIPE_BYTES * STRIPE_BYTES
-    for row in measure(folders[:1], NUM_BYTES, rounds=3):
+    rows = measure(folders[:1], NUM_BYTES, rounds=3)
+    for row in rows:
         assert row.drives_gb_per_s == pytest.approx(whole / 0.001 / 1e9)
         assert row.loop_gb_per_s == pytest.approx(whole / 0.002 / 1e9)
+    assert tuple(row.at_a_time for row in rows) == disk_speed.IN_FLIGHT
 
 
 def test_a_folder_that_cannot_be_measured_says_why_and_the_others_are(folders, monkeypatch):
@@ -80,11 +83,12 @@ def test_a_folder_that_cannot_be_measured_says_why_and_the_others_are(folders, m
 
 
 def test_the_table_has_the_share_of_the_loops_speed():
-    row = DiskSpeed(name="/data, read", loop_gb_per_s=4.0, drives_gb_per_s=3.0)
+    row = DiskSpeed(name="/data, read", loop_gb_per_s=4.0, at_a_time=16, drives_gb_per_s=3.0)
     assert ceilings._disk_lines([vars(row)])[-1].split() == [
         "/data,",
         "read",
         "4.00",
+        "16",
         "3.00",
         "75%",
     ]
