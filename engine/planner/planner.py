@@ -191,9 +191,9 @@ class Planner:
         room for, if possible with the usual margin. The forward then waits: a slow probe is no
         refusal."""
         sooner = [replace(blocks, evict_visits=n) for n in range(blocks.evict_visits, 0, -1)]
-        for share in (placement.USABLE_DEVICE, 1.0):
+        for limit in (placement.usable(self._device_memory), self._device_memory):
             for one in sooner:
-                if self._device_total(one) <= share * self._device_memory:
+                if self._device_total(one) <= limit:
                     return one
         return sooner[-1]
 
@@ -209,8 +209,7 @@ class Planner:
         if self.device.type == "cpu":
             needed += self._device_total(blocks) + CPU_OVERHEAD
             return needed <= placement.USABLE_HOST * host
-        fits_device = self._device_total(blocks) <= placement.USABLE_DEVICE * self._device_memory
-        return fits_host and fits_device
+        return fits_host and self._device_total(blocks) <= placement.usable(self._device_memory)
 
     def most_layers(self, asked: Blocks) -> tuple[int, int]:
         """Layers like the first that there is room for, and the bytes that then lie on disk: with
@@ -230,16 +229,14 @@ class Planner:
         empty = replace(asked, num_layers=num_layers, device_optimizer=0, disk_blocks=0)
         if empty.checkpoint_interval == AUTO:  # which takes the least of the device
             empty = replace(empty, checkpoint_interval=max(1, math.isqrt(num_layers)))
-        if planner._device_total(empty) > placement.USABLE_DEVICE * planner._device_memory:
+        usable = placement.usable(planner._device_memory)
+        if planner._device_total(empty) > usable:
             return None
         most = range(1, empty.num_blocks + 1)
         here = bisect(
             most,
             True,
-            key=lambda n: (
-                planner._device_total(replace(empty, device_optimizer=n))
-                > placement.USABLE_DEVICE * planner._device_memory
-            ),
+            key=lambda n: planner._device_total(replace(empty, device_optimizer=n)) > usable,
         )
         left = empty.num_blocks - here
         limit = math.inf if planner.machine.disk_bytes is None else planner.machine.disk_bytes

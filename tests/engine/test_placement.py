@@ -26,7 +26,14 @@ from engine.planner.cost import (
     WEIGHTS_BYTES,
     Cost,
 )
-from engine.planner.placement import EQUAL, RESIDENT, checkpoint_interval, choose, fewest_on_disk
+from engine.planner.placement import (
+    EQUAL,
+    RESIDENT,
+    checkpoint_interval,
+    choose,
+    fewest_on_disk,
+    usable,
+)
 from engine.planner.rates import Rates
 from engine.recipe import Recipe
 from engine.sizes import StoreSpec, Widths, Work, device_bytes
@@ -84,6 +91,12 @@ def step_s(blocks: Blocks, rates: Rates = RATES, *, compiled: bool = False) -> f
 
 def bytes_of(blocks: Blocks) -> int:
     return 14 * blocks.device_optimizer + 5 * blocks.keep_activations
+
+
+def test_a_plan_leaves_a_share_of_a_small_device_free_and_six_gigabytes_of_a_large_one():
+    assert usable(24 * 10**9) == int(0.94 * 24 * 10**9)
+    assert usable(100 * 10**9) == 94 * 10**9
+    assert usable(150_754_820_096) == 150_754_820_096 - 6 * 10**9
 
 
 def test_everything_on_the_host_waits_for_updates_and_recomputes():
