@@ -2,6 +2,7 @@
 against brute force."""
 
 import itertools
+import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -474,13 +475,14 @@ def test_a_link_that_is_slow_at_first_is_probed_until_it_is_not() -> None:
 
 def test_adamw_s_rate_is_that_of_the_block_it_is_probed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """An update that takes a moment more than its bytes, whatever its size, is slower on a small
-    block."""
-    wait, step, done = 0.02, AdamW.step, list[Any]()
+    block. It is timed on a thread that is not this one, as the lane of a run."""
+    wait, step, done, threads = 0.02, AdamW.step, list[Any](), set[int]()
 
     def slower(*args: Any, taken: Pass, **options: Any) -> None:
         time.sleep(wait)
         step(*args, taken=taken, **options)
         done.append(taken)
+        threads.add(threading.get_ident())
 
     monkeypatch.setattr(AdamW, "step", slower)
     monkeypatch.setattr(probing, "UPDATED", 3 << 12)
@@ -490,6 +492,7 @@ def test_adamw_s_rate_is_that_of_the_block_it_is_probed_on(monkeypatch: pytest.M
         rates = probing._params_per_s(numel, updates)
         assert all(numel / wait / 2 < rate <= numel / wait for rate in rates)
         assert done == [Pass.BOTH, Pass.WEIGHTS, Pass.MOMENTS] * (1 + rounds)
+    assert threading.get_ident() not in threads
 
 
 def test_adamw_is_probed_on_a_layer_within_bounds_and_about_as_often() -> None:
