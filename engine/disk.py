@@ -82,7 +82,7 @@ class Drives:
         folders: Sequence[Path],
         num_bytes: int,
         *,
-        num_threads: int = 4,
+        num_threads: int = 16,
         direct: bool = True,
         stripe_bytes: int = STRIPE_BYTES,
     ) -> None:

@@ -379,7 +379,7 @@ def test_signals_are_left_to_the_threads_of_python(folders, opened):
     """Each of the twelve has a piece in hand before it is asked: a thread begins with all signals
     blocked."""
     before = tasks()
-    drives = opened(folders)
+    drives = opened(folders, num_threads=4)
     inject(drives, IS_LATE, 100_000, times=ALWAYS)
     content(drives)
     started = tasks() - before
@@ -638,5 +638,5 @@ def test_where_threads_cannot_be_had_it_says_so(folders, monkeypatch):
 
     monkeypatch.setattr(disk, "_native", Refusing)
     with pytest.raises(OSError, match=r"^[^\n]*: 12 threads [^\n]* cannot be had; raise the limit"):
-        Drives(folders, NUM_BYTES)
+        Drives(folders, NUM_BYTES, num_threads=4)
     assert everything(*folders) == []
