@@ -606,6 +606,8 @@ MUTANTS = (
         "test_disk.py",
         ("I15", "fcntl.flock(descriptor, fcntl.LOCK_EX)  # some", "pass  # some"),
         ("I16", "if status.st_uid == os.geteuid() and", "if"),
+        ("I17", "free[disk] // disks.count(disk)", "free[disk]"),
+        ("I18", "free[os.stat(folder).st_dev] += sum(", "sum("),
     ),
     *_changes(
         "executor.py",
