@@ -248,7 +248,8 @@ class Planner:
             return replace(empty, device_optimizer=here, disk_blocks=max(0, away))
 
         room = bisect(range(1, left + 1), True, key=lambda n: on_disk(n) > limit)
-        for away in (0, room, left - 2, left - 1, left) if asked.disk_blocks else (0,):
+        numbers = sorted({0, room, left - 2, left - 1, left}) if asked.disk_blocks else [0]
+        for away in numbers:  # as little on disk as may be
             if on_disk(away) <= limit and planner._fits(placed(away)):
                 return on_disk(away)
         return None

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from engine.planner.placement import usable
 from engine.timeline import Interval, Timeline
 from sweeps import plan
 from sweeps.outlook import built
@@ -251,6 +252,33 @@ def test_the_largest_model_of_this_machine_has_room_on_its_drives(monkeypatch, t
     assert unnamed == same == there
 
 
+def test_the_largest_model_has_as_little_on_drives_as_may_be(monkeypatch):
+    """With as many blocks on the device as fit there; the embedding and the head stay, if they
+    can."""
+    monkeypatch.setattr(plan, "WIDTHS", ("dense-120b",))
+    monkeypatch.setattr(plan, "ELSEWHERE", ((141 * plan.GB, 512 * plan.GB),))
+    monkeypatch.setattr(plan.environment, "gpu", lambda: {})
+    _, line, *_ = plan.largest(shape := ["shape=b32x1024"])
+    (layers,) = re.findall(r"\((\d+) layers of [^)]*\), ", line)
+    limits = [f"machine.device_bytes={141 * plan.GB}", f"machine.host_bytes={512 * plan.GB}"]
+    model = ["model=dense-120b", f"model.config.num_hidden_layers={layers}", "system=megatrain"]
+    every = f"system.checkpoint_interval={math.isqrt(int(layers))}"
+    asked = [*shape, *limits, *model, every, "+rates=h200_16cores", "system.late_moments=false"]
+    cell, machine = compose_plan(asked)
+    engine = built(cell, machine=machine)
+    on_device = [
+        dataclasses.replace(engine.blocks, device_optimizer=number)
+        for number in range(int(layers) + 3)
+    ]
+    fit = [one for one in on_device if engine._planner._device_total(one) <= usable(141 * plan.GB)]
+    left = engine.blocks.num_blocks - fit[-1].device_optimizer
+    placed = [dataclasses.replace(fit[-1], disk_blocks=number) for number in range(left + 1)]
+    least = min(
+        sum(engine._planner.plan(one).disk.values()) for one in placed if engine._planner._fits(one)
+    )
+    assert told(line)[1:] == (float(f"{least / 1e9:.0f}"),)
+
+
 def has_room(layers: int, shape: list[str], folder: Path) -> bool:
     """Of 24 + 64 GB and a drive of 50 GB, wherever each block's state lies."""
     limits = [f"machine.device_bytes={24 * plan.GB}", f"machine.host_bytes={64 * plan.GB}"]
@@ -275,7 +303,9 @@ def has_room(layers: int, shape: list[str], folder: Path) -> bool:
 
 def told(line: str) -> tuple[float, float]:
     """Billions of parameters and GB on disk of the largest."""
-    return float(re.findall(r"([\d.]+)B \(", line)[1]), float(re.findall(r", ([\d,]+) GB", line)[0])
+    return float(re.findall(r"([\d.]+)B \(", line)[1]), float(
+        re.findall(r", ([\d,]+) GB", line)[0].replace(",", "")
+    )
 
 
 def test_fast_loads_kept_layers_again_where_room_is_scarce(monkeypatch, capsys):
