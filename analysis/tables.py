@@ -6,7 +6,6 @@ not measured says why.
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import pandas as pd
 from analysis import names, speeds, studies
 from analysis.studies import Study
 from sweeps.agreement import ADAPTERS, COMPARED_STEPS, REFERENCE, STAND_IN
-from sweeps.identity import KEPT, kind
+from sweeps.identity import KEPT, TUNED, searched
 
 NONE = "—"
 WORDS = {"system", "model", "machine", "the paper's machine", "commit", "state"}
@@ -24,9 +23,7 @@ WORDS |= {"answer", "losses", "held down by", "doubt"}
 PLURAL = r"(?<=[a-z])s\b"
 """The ending of the first word of several, in the unit of a setting."""
 REFUSAL = re.compile(r"needs ([\d,]+) bytes of (\w+) memory, .*?([\d,]+)")
-TRIALS = Path(__file__).resolve().parent.parent / "conf" / "system" / "tuned"
-"""Folder of all trials of every search (sweeps/tuner.py)."""
-TUNED = "tuned"
+SEARCHED = "tuned"
 """Word of the mode of a rival whose options a search found."""
 CPU_NOTE = "CPU speeds prove wiring and numerics; they say nothing about GPUs."
 
@@ -312,10 +309,10 @@ def _searched(rivals: pd.DataFrame) -> Iterator[str]:
     """How the options of each rival were found."""
     if not len(rivals):
         return
-    tuned = rivals["mode"].map(lambda mode: TUNED in mode.split())
+    tuned = rivals["mode"].map(lambda mode: SEARCHED in mode.split())
     for _, line in rivals[tuned].iterrows():
         kept = f"_{KEPT}" if KEPT in line["mode"].split() else ""
-        file = TRIALS / f"{line['family']}{kept}-{kind(line['machine_details'])}.jsonl"
+        file = TUNED / f"{searched(line['family'] + kept, line['machine_details'])}.jsonl"
         of = f" of {len(file.read_text().splitlines())} trials" if file.is_file() else ""
         yield f"{names.name(line)}: its options are the best{of} of a search (`+tune`)."
     if not tuned.all():

@@ -29,11 +29,9 @@ import torch
 from engine.kernel import Source, built
 from engine.layout import round_up
 from engine.sizes import PAGE
-from engine.swap import PREFIXES, SwapFolder, left_behind
+from engine.swap import SwapFolder, left_behind
 
 DISK = Source(name="disk", made="disk I/O", otherwise="leave the optimizer's state in host memory")
-PREFIX = PREFIXES[0]
-"""How the names of our folders on a drive begin."""
 STRIPE_BYTES = 4 << 20
 """What one drive has in a row, and the most that a thread moves at a time."""
 READ, WRITE, SYNC = range(3)
@@ -238,7 +236,7 @@ def _made(folder: Path, num_bytes: int, *, direct: bool, undo: contextlib.ExitSt
     """A file of that many bytes in a folder of our own in `folder`; `undo` removes it."""
     path = folder
     try:
-        own = SwapFolder.new(folder, PREFIX)
+        own = SwapFolder.new(folder)
         undo.callback(own.release)
         undo.callback(_removed, own)
         path = own.path / "state"

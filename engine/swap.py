@@ -18,8 +18,8 @@ from pathlib import Path
 
 MARKER = "megatrain-bench"
 """File in every folder of ours; whoever made the folder holds its lock to the end of its life."""
-PREFIXES = ("megatrain-disk-", "zero-infinity-")
-"""How the names of our folders begin, each system's with its own; no other is ever looked into."""
+PREFIX = "megatrain-disk-"
+"""How the names of our folders begin, whichever system's; no other is ever looked into."""
 
 
 class SwapFolder:
@@ -29,14 +29,13 @@ class SwapFolder:
         self.path, self._descriptor = path, descriptor
 
     @classmethod
-    def new(cls, root: Path, prefix: str) -> SwapFolder:
-        """A new one in `root`, called after nothing but one of PREFIXES: its marker appears locked.
+    def new(cls, root: Path) -> SwapFolder:
+        """A new one in `root`, called after nothing but PREFIX: its marker appears locked.
 
         OSError where the disk takes no folder or has no locks.
         """
-        assert prefix in PREFIXES, prefix
         with contextlib.ExitStack() as unfinished:
-            path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+            path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
             unfinished.callback(shutil.rmtree, path, ignore_errors=True)
             unlocked = path / f".{MARKER}"
             descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -85,8 +84,7 @@ class SwapFolder:
 @contextlib.contextmanager
 def left_behind(root: Path) -> Iterator[list[SwapFolder]]:
     """The folders in `root` that dead processes left, held while the block lasts."""
-    paths = sorted(path for prefix in PREFIXES for path in root.glob(f"{prefix}*"))
-    found = [one for path in paths if (one := SwapFolder.taken(path))]
+    found = [one for path in sorted(root.glob(f"{PREFIX}*")) if (one := SwapFolder.taken(path))]
     try:
         yield found
     finally:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from engine.disk import PREFIX, STRIPE_BYTES, Drives
+from engine.disk import STRIPE_BYTES, Drives
 from engine.kernel import KernelError
 from engine.swap import SwapFolder
 from sweeps.host_memory import affordable
@@ -138,7 +138,7 @@ def _files(folders: Sequence[Path], num_bytes: int) -> Iterator[list[int]]:
     found = []
     with contextlib.ExitStack() as undo:
         for folder in folders:
-            own = SwapFolder.new(folder, PREFIX)
+            own = SwapFolder.new(folder)
             undo.callback(own.release)
             undo.callback(own.remove)
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT

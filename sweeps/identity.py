@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+TUNED = Path(__file__).resolve().parent.parent / "conf" / "system" / "tuned"
+"""Folder of what searches found, and of their trials (sweeps/tuner.py)."""
 UNHASHED = ("experiment", "logging", "output_dir", "process", "time_limit_s")
 """Groups that cannot change a measurement; and `process`, which is hashed where it stood first."""
 PATHS = {
@@ -137,6 +139,11 @@ def kind(machine: Mapping[str, Any]) -> str:
     most, and no host's name."""
     gpu = str(machine.get("gpu") or "cpu").removeprefix("NVIDIA ")
     return f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}-{machine.get('num_cores')}cores"
+
+
+def searched(choice: str, machine: Mapping[str, Any]) -> str:
+    """Name of the files in TUNED that a search from `system=choice` writes on such a machine."""
+    return f"{choice.replace('/', '-')}-{kind(machine)}"
 
 
 def as_first_written(config: Mapping[str, Any]) -> Mapping[str, Any]:

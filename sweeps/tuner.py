@@ -29,13 +29,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from sweeps import auto
 from sweeps.config import Cell
-from sweeps.identity import NEUTRAL, comparison_key, hashed, kind
+from sweeps.identity import NEUTRAL, TUNED, comparison_key, hashed, searched
 from sweeps.result import Row
 from sweeps.rows import Rows, comparable
 
 PLUGIN = "hydra_plugins.hydra_optuna_sweeper"
 PRUNE = 0.9
-TUNED = auto.CONF / "system" / "tuned"
 
 
 def require(overrides: Sequence[str]) -> None:
@@ -123,7 +122,7 @@ def finish(start: Cell, choice: str, rows: Rows, folder: Path = TUNED) -> int:
             file=sys.stderr,
         )
         return 1
-    stem = f"{choice.replace('/', '-')}-{kind(best.machine)}"
+    stem = searched(choice, best.machine)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{stem}.yaml"
     path.write_text(overlay(best, choice, len(found)))

@@ -29,8 +29,6 @@ from engine import Batch, Plan, SwapFolder, left_behind
 
 DISK_BYTES_PER_PARAM = 16
 """fp32 master, both moments, and gradients on their way to them."""
-PREFIX = "zero-infinity-"
-"""How the folders' names begin (engine/swap.py)."""
 ARCHITECTURE = re.compile(r"\d+\.\d+(\+PTX)?")
 """What DeepSpeed's builder reads of TORCH_CUDA_ARCH_LIST: no 9.0a of torch's, and no names."""
 FULL_BYTES = 64 << 20
@@ -106,7 +104,7 @@ class ZeroInfinity(Zero3):
                 )
             for folder in folders:
                 folder.remove()
-        self._folder = SwapFolder.new(self.root, PREFIX)
+        self._folder = SwapFolder.new(self.root)
         self.options = options.within(self._folder.path)
         with self._disk():
             super().setup(weights)

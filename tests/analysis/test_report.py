@@ -332,7 +332,7 @@ def test_what_other_runs_made_of_a_comparison_is_of_the_same_pair() -> None:
 def test_a_table_says_how_the_options_of_rivals_were_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "TRIALS", tmp_path)
+    monkeypatch.setattr(tables, "TUNED", tmp_path)
     (tmp_path / "zero3_kept-h200-16cores.jsonl").write_text("{}\n" * 7)
 
     def notes(*systems: tuple[str, str | None]) -> list[str]:

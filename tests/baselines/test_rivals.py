@@ -332,7 +332,7 @@ def files(folder: Path) -> list[str]:
 
 def swapping(root: Path) -> SwapFolder:
     """A folder of ours with something in it, held by this process."""
-    folder = SwapFolder.new(root, infinity.PREFIX)
+    folder = SwapFolder.new(root)
     (folder.path / "zero_stage_3").mkdir()
     (folder.path / "zero_stage_3" / "moments").write_bytes(b"1" * 100_000)
     return folder
@@ -342,12 +342,12 @@ def swapping(root: Path) -> SwapFolder:
 def shared_disk(tmp_path) -> Path:
     """With things of others, whose names begin as ours do, and with what a process of ours left
     that was killed."""
-    for name in ("zero-infinity-mydata", "zero-infinity-1", "zero-infinity-4194303"):
+    for name in ("megatrain-disk-mydata", "megatrain-disk-1", "megatrain-disk-4194303"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "thesis").write_text("mine")
-    (tmp_path / "zero-infinity-file").write_text("mine")
-    (tmp_path / "zero-infinity-link").symlink_to(tmp_path / "zero-infinity-mydata")
-    (tmp_path / "zero-infinity-1" / f"like-{MARKER}").write_text("mine")
+    (tmp_path / "megatrain-disk-file").write_text("mine")
+    (tmp_path / "megatrain-disk-link").symlink_to(tmp_path / "megatrain-disk-mydata")
+    (tmp_path / "megatrain-disk-1" / f"like-{MARKER}").write_text("mine")
     return tmp_path
 
 
@@ -375,10 +375,10 @@ def test_only_what_a_dead_process_of_ours_left_may_go(shared_disk):
 def test_a_marker_of_another_user_or_a_link_to_one_of_ours_makes_no_folder_ours(shared_disk):
     ours = swapping(shared_disk)
     ours.release()
-    (shared_disk / "zero-infinity-1" / MARKER).symlink_to(ours.path / MARKER)
-    (shared_disk / "zero-infinity-to-ours").symlink_to(ours.path)
-    assert SwapFolder.taken(shared_disk / "zero-infinity-1") is None
-    assert SwapFolder.taken(shared_disk / "zero-infinity-to-ours") is None
+    (shared_disk / "megatrain-disk-1" / MARKER).symlink_to(ours.path / MARKER)
+    (shared_disk / "megatrain-disk-to-ours").symlink_to(ours.path)
+    assert SwapFolder.taken(shared_disk / "megatrain-disk-1") is None
+    assert SwapFolder.taken(shared_disk / "megatrain-disk-to-ours") is None
     if os.geteuid() == 0:
         os.chown(ours.path / MARKER, 65534, 65534)
         assert SwapFolder.taken(ours.path) is None

@@ -23,9 +23,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import KernelError, disk
-from engine.disk import PREFIX, Drives
+from engine.disk import Drives
 from engine.sizes import PAGE
-from engine.swap import MARKER, SwapFolder, free_bytes
+from engine.swap import MARKER, PREFIX, SwapFolder, free_bytes
 
 FAILS, MOVES_LESS, IS_LATE = 1, 2, 3
 """Mirrors enum Wrong of csrc/disk.cpp."""
@@ -422,7 +422,7 @@ def test_what_a_killed_process_left_goes_at_the_next_start_and_nothing_else(fold
 def test_what_folders_have_room_for_together(folders, monkeypatch):
     """Striped evenly: a disk is shared by its folders, the fullest decides, and what is left of
     dead processes counts as free, whichever system made it."""
-    left = SwapFolder.new(folders[0], "zero-infinity-")
+    left = SwapFolder.new(folders[0])
     (left.path / "moments").write_bytes(b"1" * 1_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=9_000_000))
     disks = dict(zip(folders, (1, 1, 2), strict=True))
@@ -444,7 +444,7 @@ def test_what_folders_have_room_for_together(folders, monkeypatch):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file another user's")
 def test_what_another_users_killed_process_left_is_theirs(folders, opened):
-    left = SwapFolder.new(folders[0], PREFIX)
+    left = SwapFolder.new(folders[0])
     left.release()
     os.chown(left.path / MARKER, 65534, 65534)
     opened(folders).close()
@@ -536,7 +536,7 @@ def test_two_folders_of_a_disk_need_the_room_of_both(small_disk):
 
 
 def test_what_a_killed_run_left_is_no_lack_of_room(small_disk, opened):
-    left = SwapFolder.new(small_disk, PREFIX)
+    left = SwapFolder.new(small_disk)
     (left.path / "state").write_bytes(b"1" * 900_000)
     with pytest.raises(OSError, match="bytes are needed"):
         Drives([small_disk], 900_000)

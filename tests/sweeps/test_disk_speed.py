@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from engine import disk
-from engine.disk import PREFIX, STRIPE_BYTES
+from engine.disk import STRIPE_BYTES
+from engine.swap import PREFIX
 from sweeps import ceilings, disk_speed
 from sweeps.disk_speed import DiskSpeed, measure
 

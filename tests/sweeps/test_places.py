@@ -41,8 +41,8 @@ def cell(monkeypatch) -> Cell:
             "system.nvme_path: got machine.nvme_path, allowed",
         ),
         (
-            "the disk of /nvme/zero-infinity-1 is full",
-            "the disk of machine.nvme_path/zero-infinity-1 is full",
+            "the disk of /nvme/megatrain-disk-1 is full",
+            "the disk of machine.nvme_path/megatrain-disk-1 is full",
         ),
         ("/nvmer is another", "/nvmer is another"),
         ("got ~/clone or /home/alice/clone/x", "got machine.checkout or machine.checkout/x"),
