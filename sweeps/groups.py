@@ -5,7 +5,6 @@ Invariant: an instance is valid by itself; what a user mistyped is a ValueError 
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from sweeps.checks import allow, at_least
+from sweeps.identity import folders_of
 
 VALUED = (
     "--interleave",
@@ -211,7 +211,7 @@ class Machine:
     @property
     def folders(self) -> list[str]:
         """Those of `nvme_path`."""
-        return [name for name in (self.nvme_path or "").split(os.pathsep) if name]
+        return folders_of(self.nvme_path)
 
     def __post_init__(self) -> None:
         allow("machine.device", self.device, ("cpu", "cuda"))

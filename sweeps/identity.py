@@ -130,8 +130,13 @@ def drives_of(config: Mapping[str, Any]) -> str | None:
     uses = system.get("name") == "zero_infinity" or system.get("disk_blocks")
     if not uses or not isinstance(machine.get("nvme_path"), str):
         return None
-    folders = filter(None, machine["nvme_path"].split(os.pathsep))
+    folders = folders_of(machine["nvme_path"])
     return digest([os.path.realpath(os.path.expanduser(folder)) for folder in folders])
+
+
+def folders_of(nvme_path: str | None) -> list[str]:
+    """The folders of machine.nvme_path."""
+    return [folder for folder in (nvme_path or "").split(os.pathsep) if folder]
 
 
 def kind(machine: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ import torch
 import analysis
 from baselines import megatrain
 from engine import Machine, Rates
+from engine.planner.placement import LEFT_FREE, USABLE_DEVICE, usable
 from engine.planner.planner import Planner
 from sweeps.config import cell_from
 from sweeps.result import Row
@@ -136,3 +137,23 @@ def test_what_windows_measure_is_predicted_within_a_tenth(
     assert statistics.mean(row.step_s) == pytest.approx(predicted, rel=rel), (
         f"predicted {predicted:.3f} s a step"
     )
+
+
+def test_what_a_run_takes_of_a_device_beyond_its_plan_is_left_free():
+    """By NVML, of rows that fill a device of which all but LEFT_FREE may be filled."""
+    beyond = [
+        row.device_bytes["nvml"] - sum(row.plan["device"].values())
+        for path in FILES
+        for row in read_rows(path)
+        if row.system == "megatrain" and row.step_s and "nvml" in row.device_bytes
+        if row.config["machine"].get("device_bytes") is None
+        if fills(row)
+    ]
+    assert len(beyond) >= 38
+    assert max(beyond) < LEFT_FREE
+
+
+def fills(row: Row) -> bool:
+    whole = row.machine.get("device_bytes") or 0
+    large = usable(whole) > int(USABLE_DEVICE * whole)
+    return large and sum(row.plan["device"].values()) > 0.9 * whole
