@@ -87,8 +87,9 @@ class EngineConfig:
     loss_chunk: int = 4096
     """Tokens whose logits are alive at a time."""
     mlp_chunk: int = 0
-    """Tokens that a layer's MLP takes at a time, for long contexts: MLP-wide values exist for these
-    alone. 0, and a micro-batch of no more tokens, takes all at once."""
+    """Tokens that a layer's MLP and its norms take at a time, for long contexts: MLP-wide values,
+    and a norm's fp32 ones, exist for these alone. 0, and a micro-batch of no more tokens, takes all
+    at once."""
     products: str = PLAIN
     """What the layers' linear products are computed in: plain (the dtype of the weights) or float8
     (each operand scaled to its range), which trains another function and needs bfloat16."""

@@ -134,7 +134,8 @@ class Work:
     loss_chunk: int
     """Tokens whose logits are alive at a time."""
     mlp_chunk: int = 0
-    """Tokens that an MLP takes at a time, fewer than a micro-batch's, or 0 for all of these."""
+    """Tokens that an MLP and a norm take at a time, fewer than a micro-batch's, or 0 for all of
+    these."""
     compiled: bool = False
     tied: bool = True
     """Whether parameters of embed are used behind the layers too."""
@@ -377,19 +378,20 @@ def layer_activation_bytes(
     four MLP-wide temporaries. Within 1% of the allocator's peaks with layers of the 3B, 7B and 14B
     shapes at 32,768 tokens.
 
-    mlp_chunk: tokens that the MLP takes at a time (layers/chunked.py), 0 all. Where it is fewer the
-    layer is eager but for the MLP, of which nothing is kept. Its backward holds a chunk's MLP-wide
-    values, its input's gradient and fp32 sums of its weights'; that of the norm before it, later,
-    five fp32 temporaries, when all but that norm's fp32 copy is gone. The larger is the peak.
+    mlp_chunk: tokens that the MLP and the norms take at a time (layers/chunked.py), 0 all. Where it
+    is fewer the layer is eager but for these. Beside attention's it keeps what each norm and each
+    sum with the residual gives. Its backward is at its peak in the MLP, with a chunk's MLP-wide
+    values, its input's gradient and fp32 sums of its weights'; or in attention, when what is behind
+    it is gone, with the gradients of its output, queries, keys, values and the residual.
     """
     w = widths
     attention = itemsize * 2 * (w.queries + w.keys) + 4 * w.heads  # and the softmax's log-sums
     if 0 < mlp_chunk < tokens:
-        kept = attention + 2 * (4 + 2 * itemsize) * w.hidden + itemsize * w.hidden
+        kept = attention + itemsize * 4 * w.hidden
         mlp = itemsize * (w.hidden * tokens + (6 * w.inner + w.hidden) * mlp_chunk)
         sums = 4 * 3 * w.inner * w.hidden
-        norm = (5 * 4 - 2 * itemsize) * w.hidden * tokens
-        return tokens * kept + (max(mlp + sums, norm) if backward else 0)
+        attends = itemsize * (2 * (w.queries + w.keys) - w.hidden) + kernel_bytes(w, itemsize)
+        return tokens * kept + (max(mlp + sums, attends * tokens) if backward else 0)
     if compiled:
         kept = attention + itemsize * 2 * (w.inner + w.hidden)
         temporary = 4 * w.inner + w.hidden
@@ -398,6 +400,14 @@ def layer_activation_bytes(
         kept = attention + norms + itemsize * (4 * w.inner + w.hidden)
         temporary = 2 * w.inner + w.hidden
     return tokens * (kept + (itemsize * temporary if backward else 0))
+
+
+def kernel_bytes(widths: Widths, itemsize: int) -> int:
+    """Bytes a token that the backward of a fused attention kernel may take beside its operands: an
+    fp32 sum of the queries' gradient, and where several queries share a key and a value the
+    gradients of these for each. Not measured."""
+    w = widths
+    return 4 * w.queries + (2 * itemsize * w.queries if w.keys < w.queries else 0)
 
 
 def logits_bytes(vocab_size: int, tokens: int, itemsize: int, *, compiled: bool = False) -> int:

@@ -1,7 +1,8 @@
-"""A decoder layer's MLP in chunks of tokens: nothing MLP-wide of the whole sequence ever exists.
+"""A decoder layer's MLP and norms in chunks of tokens: nothing MLP-wide of the whole sequence ever
+exists, and no norm's fp32 values of it.
 
-Invariant: between forward and backward a chunked MLP holds its input alone; the backward recomputes
-a chunk and differentiates it before the next.
+Invariant: between forward and backward a chunked module holds its input alone; the backward
+recomputes a chunk and differentiates it before the next.
 """
 
 from __future__ import annotations
@@ -19,28 +20,20 @@ from engine.layers.autograd import gradients
 from engine.layers.compiled import Grads, JointPull, Weights
 
 
-class ChunkedMLP:
-    """The forward of a decoder layer's `mlp`, which treats every token alone, `chunk` tokens at a
-    time."""
+class Chunked:
+    """The forward of a module that treats every token alone, `chunk` tokens at a time."""
 
-    def __init__(self, layer: nn.Module, chunk: int) -> None:
-        """layer: its MLP's `forward` is replaced. Raises ValueError where it has none."""
-        mlp = getattr(layer, "mlp", None)
-        if not isinstance(mlp, nn.Module):
-            raise _refusal(chunk, layer, "has no mlp")
-        self.module, self._chunk = (
-            copy.copy(mlp),
-            chunk,
-        )  # the copy shares its parameters and keeps its forward
-        self._names = [name for name, _ in mlp.named_parameters()]
-        self.num_params = sum(parameter.numel() for parameter in mlp.parameters())
+    unread = False
+    """Whether nobody reads the output: it is then allocated, not computed."""
+
+    def __init__(self, module: nn.Module, chunk: int) -> None:
+        """module: its `forward` is replaced."""
+        # the copy shares its parameters and keeps its forward
+        self.module, self._chunk = copy.copy(module), chunk
+        self._names = [name for name, _ in module.named_parameters()]
         self.run: Callable[..., torch.Tensor] = self._run
         self.pull: Callable[..., Grads] = self._pull
-        self.unread = False
-        """Whether nobody reads the output: it is then allocated, not computed."""
-        self.only_added: bool | None = None
-        """What `is_only_added` says of a layer's output; None before the first backward."""
-        mlp.forward = self
+        module.forward = self
 
     def compile(self) -> None:
         """Compile a chunk's forward, and its recomputation with its backward."""
@@ -70,7 +63,7 @@ class ChunkedMLP:
         ]
 
     def named(self, weights: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The MLP's parameters, given in its order, as leaves of their own."""
+        """The module's parameters, given in its order, as leaves of their own."""
         values = [weight.detach().requires_grad_(weight.requires_grad) for weight in weights]
         return dict(zip(self._names, values, strict=True))
 
@@ -93,31 +86,54 @@ class ChunkedMLP:
         return grad_piece, grads
 
 
+class ChunkedMLP(Chunked):
+    """A decoder layer's `mlp`."""
+
+    def __init__(self, layer: nn.Module, chunk: int) -> None:
+        """layer: its MLP's `forward` is replaced. Raises ValueError where it has none."""
+        mlp = getattr(layer, "mlp", None)
+        if not isinstance(mlp, nn.Module):
+            raise _refusal(chunk, layer, "has no mlp")
+        super().__init__(mlp, chunk)
+        self.num_params = sum(parameter.numel() for parameter in mlp.parameters())
+        self.only_added: bool | None = None
+        """What `is_only_added` says of a layer's output; None before the first backward."""
+
+
+def chunked_norms(layer: nn.Module, chunk: int) -> list[Chunked]:
+    """Those of the layer's own modules whose parameters are all vectors, their forward replaced."""
+    return [
+        Chunked(module, chunk)
+        for module in layer.children()
+        if (dims := [parameter.dim() for parameter in module.parameters()]) and max(dims) == 1
+    ]
+
+
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, mlp: ChunkedMLP, hidden: torch.Tensor, *weights: torch.Tensor
+        ctx: Any, part: Chunked, hidden: torch.Tensor, *weights: torch.Tensor
     ) -> torch.Tensor:
-        ctx.mlp = mlp
+        ctx.part = part
         hidden = hidden.contiguous()
         ctx.save_for_backward(hidden, *weights)
         output = torch.empty_like(hidden)
-        if not mlp.unread:
-            leaves = mlp.named(weights)
-            for piece, place in zip(mlp.pieces(hidden), mlp.pieces(output), strict=True):
-                place.copy_(mlp.run(leaves, piece))
+        if not part.unread:
+            leaves = part.named(weights)
+            for piece, place in zip(part.pieces(hidden), part.pieces(output), strict=True):
+                place.copy_(part.run(leaves, piece))
         return output
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
-        mlp: ChunkedMLP = ctx.mlp
+        part: Chunked = ctx.part
         hidden, *weights = ctx.saved_tensors
-        leaves = mlp.named(weights)
+        leaves = part.named(weights)
         grad_hidden = torch.empty_like(hidden)
         sums: list[torch.Tensor | None] = [None] * len(weights)
-        pieces = (mlp.pieces(values) for values in (hidden, grad_output.contiguous(), grad_hidden))
+        pieces = (part.pieces(values) for values in (hidden, grad_output.contiguous(), grad_hidden))
         for piece, grad, place in zip(*pieces, strict=True):
-            grad_piece, grads = mlp.pull(leaves, piece, grad)
+            grad_piece, grads = part.pull(leaves, piece, grad)
             place.copy_(grad_piece)
             _add(sums, grads)
             del grad_piece, grads  # the next chunk's would be alive beside them
@@ -151,10 +167,15 @@ def is_only_added(output: torch.Tensor) -> bool:
         assert node is not None
         seen.add(node)
         below = {n for n, _ in node.next_functions if n is not None}
-        if node is not root and any(n.name() == "_ChunkedBackward" for n in below):
+        if node is not root and any(isinstance(_part(n), ChunkedMLP) for n in below):
             return False
         todo.extend(below - seen)
     return root is not None and root.name() == "AddBackward0"
+
+
+def _part(node: Any) -> Chunked | None:
+    """What a node of a graph ran, if that is chunked."""
+    return getattr(node, "part", None)
 
 
 def _refusal(chunk: int, module: nn.Module, why: str) -> RefusedError:

@@ -21,7 +21,7 @@ from torch.func import functional_call
 
 from engine.config import RefusedError
 from engine.layers.autograd import gradients
-from engine.layers.chunked import ChunkedMLP, is_only_added
+from engine.layers.chunked import ChunkedMLP, chunked_norms, is_only_added
 from engine.layers.compiled import JointPull
 from engine.layers.randomness import refuse_random
 
@@ -51,8 +51,8 @@ class Template:
     """A decoder layer without weights."""
 
     def __init__(self, layer: nn.Module, *, mlp_chunk: int = 0) -> None:
-        """mlp_chunk: tokens that the layer's MLP takes at a time, 0 all. Raises ValueError where it
-        has no `mlp`."""
+        """mlp_chunk: tokens that the layer's MLP and norms take at a time, 0 all. Raises ValueError
+        where it has no `mlp`."""
         self.module = copy.deepcopy(layer)
         for owner in self.module.modules():
             for name, parameter in owner._parameters.items():
@@ -60,7 +60,9 @@ class Template:
                     meta = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
                     owner._parameters[name] = meta
         self.mlp = ChunkedMLP(self.module, mlp_chunk) if mlp_chunk else None
-        copies = () if self.mlp is None else (self.mlp.module,)
+        norms = chunked_norms(self.module, mlp_chunk) if mlp_chunk else ()
+        self._chunked = () if self.mlp is None else (self.mlp, *norms)
+        copies = (part.module for part in self._chunked)
         self._indexed = [m for m in (*self.module.modules(), *copies) if hasattr(m, INDEX)]
         self.num_outputs = 0
         """Length of the tuple that the layer returns, its output first; 0 where it returns the
@@ -81,10 +83,11 @@ class Template:
 
         Recomputation and backward become one graph, in which what no gradient needs is dead code:
         of a gated MLP the last product, a quarter of the layer's recomputation. Where the MLP is
-        chunked, a chunk of it is what is compiled.
+        chunked, a chunk of it and of each norm is what is compiled.
         """
-        if self.mlp is not None:
-            self.mlp.compile()
+        for part in self._chunked:
+            part.compile()
+        if self._chunked:
             return
         self._call = torch.compile(self._plain, dynamic=False)
         self._pull = JointPull(self._plain, type(self.module).__name__)

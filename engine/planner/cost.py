@@ -188,9 +188,10 @@ class Cost:
 
     def _backward(self, fate: Fate, num_params: int) -> float:
         """The backward of a layer; a recomputed one with its recomputation, which computes a
-        chunked MLP's products no second time (pre-norm)."""
+        chunked MLP's products no second time (pre-norm), but its norms."""
         finish = self._moved(FINISH_BYTES * num_params) + self._summed(num_params)
         seconds = self._products(4 * num_params) + 2.5 * self._attention_s + 2 * self._rest + finish
+        seconds += self._rebuilt_norms
         if fate is not Fate.RECOMPUTED:
             return seconds + self._rebuilt_mlp
         return seconds + self._forward(num_params) - self._products(self._dead) + self._summed_mlp
@@ -224,6 +225,14 @@ class Cost:
         return products + gated + self._summed_mlp
 
     @property
+    def _rebuilt_norms(self) -> float:
+        """Seconds that the backward of chunked norms computes them again."""
+        if not self.work.mlp_chunk:
+            return 0.0
+        norms = (8 if self.work.compiled else 72) * self._widths.hidden
+        return self._moved(norms * self._tokens) / LAYER_BANDWIDTH
+
+    @property
     def _summed_mlp(self) -> float:
         """Seconds to add the gradients of each chunk's weights to their fp32 sums."""
         if not self.work.mlp_chunk:
@@ -245,12 +254,12 @@ class Cost:
 
         Eager: each norm goes through fp32 (36 bytes a value of the hidden state), each sum with the
         residual takes 6; the rotation of a query or key value 20; the gated MLP's activation and
-        product 10. Compiled: 10, 4 and 6, each read and written once; beside a chunked MLP it alone
-        is. A backward moves twice as much.
+        product 10. Compiled: 10 for a norm and its sum, 4 and 6, each read and written once; where
+        the MLP is chunked, it and the norms alone are. A backward moves twice as much.
         """
         w = self._widths
-        compiled = self.work.compiled and not self.work.mlp_chunk
-        hidden, rotated = (20, 4) if compiled else (84, 20)
+        hidden = 20 if self.work.compiled else 84
+        rotated = 4 if self.work.compiled and not self.work.mlp_chunk else 20
         return hidden * w.hidden + rotated * (w.queries + w.keys) + self._gated * w.inner
 
     @property

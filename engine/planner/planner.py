@@ -129,10 +129,29 @@ class Planner:
         return self.predict(once).step_s < (1 - placement.EQUAL) * self.predict(blocks).step_s
 
     def _filled(self, asked: Blocks) -> Blocks:
+        """The fewest layers between two kept inputs that there is room for; but where attention's
+        results may be kept, which take the same room, as many as make the shortest step."""
+        open_ = AUTO in (asked.keep_attention, asked.offload_attention)
+        if asked.checkpoint_interval != AUTO or not open_ or not self._keeps_attention:
+            return self._filled_given(asked)
+        given = {name: max(0, getattr(asked, name)) for name in ATTENTION}
+        fewest = placement.checkpoint_interval(
+            replace(asked, **given), fits=self._fits, device_bytes=self._device_total
+        )
+        # More than the root of the number of layers keeps no fewer inputs.
+        tried = range(fewest, max(fewest, math.isqrt(asked.num_layers) + 1) + 1)
+        found = [self._filled_given(replace(asked, checkpoint_interval=n)) for n in tried]
+        return min(found, key=lambda blocks: (not self._fits(blocks), self.predict(blocks).step_s))
+
+    @property
+    def _keeps_attention(self) -> bool:
+        compiled = self.work.compiled and not self.work.mlp_chunk
+        return self.device.type == "cuda" and not compiled
+
+    def _filled_given(self, asked: Blocks) -> Blocks:
         given = {name: max(0, getattr(asked, name)) for name in ATTENTION}
         blocks = self._filled_but_for_attention(replace(asked, **given))
-        compiled = self.work.compiled and not self.work.mlp_chunk
-        if self.device.type != "cuda" or compiled:
+        if not self._keeps_attention:
             return blocks
         if asked.keep_attention == AUTO:
             blocks = self._with_most(blocks, "keep_attention")

@@ -185,24 +185,26 @@ def test_results_are_given_in_order_and_another_kernel_is_noticed() -> None:
         torch.nn.functional.scaled_dot_product_attention(query, query, query)
 
 
-def test_as_many_as_there_is_room_for() -> None:
+def planned(
+    room: float, *, host: int | None = None, layers: int = LAYERS, seq_len: int = 16, **options: Any
+) -> MegaTrain:
+    """An engine for a GPU with `room` bytes to fill. Nothing is allocated, so none is needed."""
     names = ("matmul_flops", "adamw_params", "weights_params", "moments_params")
     names += ("h2d_bytes", "d2h_bytes", "device_bytes")
-    rates = Rates(**dict.fromkeys(names, 1e12))
+    rates, memory = Rates(**dict.fromkeys(names, 1e12)), int(room / 0.94) + 1
+    return MegaTrain(
+        make_model("qwen2", num_hidden_layers=layers),
+        recipe=Recipe(lr=1e-3),
+        micro_batch_size=2,
+        seq_len=seq_len,
+        num_micro_batches=MICRO_BATCHES,
+        device="cuda",
+        machine=Machine(rates=rates, device_memory=memory, host_memory=host),
+        config=EngineConfig(**options),
+    )
 
-    def planned(room: float, **options: Any) -> MegaTrain:
-        """Nothing is allocated, so no GPU is needed."""
-        return MegaTrain(
-            make_model("qwen2", num_hidden_layers=LAYERS),
-            recipe=Recipe(lr=1e-3),
-            micro_batch_size=2,
-            seq_len=16,
-            num_micro_batches=MICRO_BATCHES,
-            device="cuda",
-            machine=Machine(rates=rates, device_memory=int(room / 0.94) + 1),
-            config=EngineConfig(**options),
-        )
 
+def test_as_many_as_there_is_room_for() -> None:
     plain = planned(1e12).plan().device_bytes
     each = planned(1e12, keep_attention=1).plan().device["attention"]
     assert each == MICRO_BATCHES * 2 * 16 * (32 * 2 + 4 * 4)  # tokens, queries and heads
@@ -223,6 +225,26 @@ def test_as_many_as_there_is_room_for() -> None:
     assert LAYERS * each <= plan.plan().host["activations"] <= LAYERS * (1.1 * each + 4096)
     one, all_of_them = planned(1e12, keep_attention=1), planned(1e12, keep_attention=-1)
     assert all_of_them.predict().step_s < one.predict().step_s < planned(1e12).predict().step_s
+
+
+@pytest.mark.parametrize(("results", "interval"), [(0, 2), (3, 3), (6, 3)])
+def test_the_inputs_kept_are_as_many_as_make_the_shortest_step(results: int, interval: int) -> None:
+    """Inputs and attention's results take the same room: held against trying every interval.
+    results: how many find room on the host."""
+    sizes: dict[str, Any] = {"layers": 12, "seq_len": 4096}
+    chosen = {"keep_attention": -1, "offload_attention": -1}
+    each = planned(1e12, keep_attention=1, **sizes).plan().device["attention"]
+    room = planned(1e12, checkpoint_interval=2, **sizes).plan().device_bytes + 1.5 * each
+    host = int((planned(1e12, **sizes).plan().host_bytes + (results + 0.5) * each) / 0.9)
+    all_of_them = [
+        planned(room, host=host, checkpoint_interval=number, **chosen, **sizes)
+        for number in range(1, 13)
+    ]
+    steps = [engine.predict().step_s for engine in all_of_them if engine.plan().device_bytes <= room]
+    engine = planned(room, host=host, checkpoint_interval=-1, **chosen, **sizes)
+    assert engine.plan().device_bytes <= room
+    assert engine.predict().step_s == min(steps)
+    assert engine.blocks.checkpoint_interval == interval
 
 
 def test_layers_that_are_compiled_whole_cannot_keep_it() -> None:

@@ -1,5 +1,5 @@
-"""The MLP in chunks of tokens: the same training, whatever is kept; and the bytes that the plan
-says, counted live."""
+"""The MLP and the norms in chunks of tokens: the same training, whatever is kept; and the bytes that
+the plan says, counted live."""
 
 import functools
 import re
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine import EngineConfig, Widths, layer_activation_bytes
-from engine.layers.chunked import is_only_added
+from engine.layers.chunked import Chunked, ChunkedMLP, is_only_added
 from engine.layers.decoder import Call
 from engine.layers.template import Template
 from tests.models import assert_same, make_batch, make_engine, make_model, train
@@ -118,7 +118,7 @@ def test_the_backward_of_kept_layers_computes_their_mlps_again(models):
     assert flops[2] == flops[3] == 4 * 2 * 3 * 32 * 64 * TOKENS  # layers, gated MLPs
 
 
-def test_offloaded_layers_leave_their_mlp_behind(models):
+def test_offloaded_layers_leave_their_mlp_and_norms_behind(models):
     moved = {}
     for chunk in (0, 64):
         batch = make_batch(0, rows=8, seq_len=64)
@@ -131,9 +131,8 @@ def test_offloaded_layers_leave_their_mlp_behind(models):
         moved[chunk] = engine.counters()["d2h_bytes"] - without.counters()["d2h_bytes"]
         slabs = sum(slab.numel() for slab in engine._store.activations.values())
         assert 0.6 * slabs < moved[chunk] <= slabs
-    assert (
-        moved[0] - moved[64] == 4 * 4 * (4 * 64) * 8 * 64
-    )  # layers, bytes, MLP-wide values, tokens
+    values = 4 * 64 + 2 * (32 + 1)  # MLP-wide, normalised by two norms, and their scales
+    assert moved[0] - moved[64] == 4 * 4 * values * 8 * 64  # layers, bytes, tokens
 
 
 @pytest.mark.slow
@@ -145,9 +144,8 @@ def test_a_compiled_chunk_agrees_and_leaves_out_the_last_product(models):
     torch.testing.assert_close(losses, expected[0], rtol=1e-5, atol=0)
     for name, value in expected[1].items():
         torch.testing.assert_close(parameters[name], value, rtol=0, atol=1e-4)
-    assert (
-        torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 6
-    )  # two lengths of the forward, the backward, the loss
+    found = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert found <= 6 + 8  # two lengths of the MLP's forward and backward, of two norms'; the loss
     mlp = make_engine(models[torch.float32], compile=True, **options)._decoder.templates[0].mlp
     weights = mlp.named(list(models[torch.float32].model.layers[0].mlp.parameters()))
     piece = torch.randn(1, 12, 32)
@@ -184,6 +182,16 @@ def test_chunks_are_summed_in_fp32_and_rounded_once():
         piece, given = (values[:, start : start + 8] for values in (hidden, grad))
         total += template.mlp.pull(template.mlp.named([weight]), piece, given)[1][0].float()
     assert torch.equal(found, total.bfloat16())
+
+
+@pytest.mark.parametrize(("model_type", "number"), [("qwen2", 2), ("olmo2", 2), ("gemma2", 4)])
+def test_every_norm_of_a_layer_is_chunked(model_type, number):
+    """Not those inside of attention, which are of heads."""
+    settings = {"head_dim": 8} if model_type == "gemma2" else {}
+    engine = make_engine(make_model(model_type, attention="eager", **settings), mlp_chunk=8)
+    template = engine._decoder.templates[0]
+    assert [type(part) for part in template._chunked] == [ChunkedMLP, *[Chunked] * number]
+    assert not any("MLP" in type(part.module).__name__ for part in template._chunked[1:])
 
 
 def test_only_a_sum_with_the_mlp_leaves_its_output_unread():
@@ -279,19 +287,25 @@ class LiveBytes(TorchDispatchMode):
         self.now -= num_bytes
 
 
-SHAPES = {"7b": (3584, 18944, 28, 4), "14b": (5120, 13824, 40, 8)}
-"""Of Qwen2.5: hidden, inner, heads, key-value heads."""
+SHAPES = {
+    "7b": (3584, 18944, 28, 4, 128),
+    "14b": (5120, 13824, 40, 8, 128),
+    "wide": (1024, 3072, 32, 8, 128),
+}
+"""Hidden, inner, heads, key-value heads, width of a head: of Qwen2.5, and one that is at its peak in
+attention."""
 
 
 def layer_bytes(name: str, tokens: int, chunk: int) -> tuple[Any, dict[str, int]]:
     """(config, live bytes of a bfloat16 layer): peaks of backward, of forward and of a kept
     forward, and what that holds."""
-    hidden, inner, heads, keys = SHAPES[name]
+    hidden, inner, heads, keys, width = SHAPES[name]
     sizes = {
         "hidden_size": hidden,
         "intermediate_size": inner,
         "num_attention_heads": heads,
         "num_key_value_heads": keys,
+        "head_dim": width,
     }
     config = AutoConfig.for_model("qwen2", num_hidden_layers=1, vocab_size=64, **sizes)
     with torch.device("meta"):
@@ -305,7 +319,7 @@ def layer_bytes(name: str, tokens: int, chunk: int) -> tuple[Any, dict[str, int]
             name: torch.empty(p.shape, dtype=p.dtype, requires_grad=True)
             for name, p in layer.named_parameters()
         }
-        rotary = torch.empty(2, 1, tokens, hidden // heads, dtype=torch.bfloat16).unbind()
+        rotary = torch.empty(2, 1, tokens, width, dtype=torch.bfloat16).unbind()
         call = Call(args=(), kwargs={"position_embeddings": rotary, "attention_mask": None})
         for kind, work in {
             "backward": lambda: template.backward(weights, x, call, 0, grad),
@@ -326,13 +340,15 @@ def layer_bytes(name: str, tokens: int, chunk: int) -> tuple[Any, dict[str, int]
         ("7b", 1 << 16, 1 << 15),
         ("7b", 1 << 18, 1 << 17),
         ("7b", 1 << 19, 1 << 15),
+        ("wide", 1 << 18, 1 << 15),
         ("14b", 1 << 17, 0),
         ("14b", 1 << 18, 1 << 15),
     ],
 )
-def test_the_plan_is_what_a_layer_holds_at_its_peak(name, tokens, chunk):
+def test_the_plan_is_what_a_layer_holds_at_its_peak(monkeypatch, name, tokens, chunk):
     """Its gradients are counted whole, as the plan does, though at the peak not all of them are
-    there yet."""
+    there yet. What a kernel takes for itself is not to be seen here."""
+    monkeypatch.setattr("engine.sizes.kernel_bytes", lambda *_: 0)
     config, found = layer_bytes(name, tokens, chunk)
     widths = Widths.of(config)
     kept, graph = (
@@ -340,7 +356,7 @@ def test_the_plan_is_what_a_layer_holds_at_its_peak(name, tokens, chunk):
         for backward in (False, True)
     )
     assert found["holds"] == pytest.approx(kept, rel=0.01)
-    assert found["backward"] == pytest.approx(graph + found["weights"], rel=0.05)
-    assert max(found["forward"], found["kept"]) < 0.85 * graph
+    assert found["backward"] == pytest.approx(graph + found["weights"], rel=0.03 if chunk else 0.05)
+    assert max(found["forward"], found["kept"]) < graph
     if chunk:
         assert graph < layer_activation_bytes(widths, tokens, 2)

@@ -22,6 +22,7 @@ from engine.planner.cost import (
     ADAMW_SHARE,
     BESIDE_LOADS,
     EVICT_SHARE,
+    LAYER_BANDWIDTH,
     LAYER_EFFICIENCY,
     UPDATE_BYTES,
     WEIGHTS_BYTES,
@@ -206,7 +207,7 @@ def test_compiled_layers_leave_out_what_no_gradient_needs():
     assert backward == pytest.approx(kept + forward / 2)  # the last product is half of this layer
 
 
-def test_a_chunked_mlp_is_computed_again_where_its_graph_is_kept_and_its_gradients_are_summed():
+def test_a_chunked_mlp_is_computed_again_where_its_graph_is_kept_and_chunked_norms_always():
     def seconds(op: Op, rates: Rates = RATES, **options: Any) -> float:
         return cost_of(BLOCKS, rates, widths=WIDE, **options).seconds(op)
 
@@ -220,8 +221,9 @@ def test_a_chunked_mlp_is_computed_again_where_its_graph_is_kept_and_its_gradien
         kept + forward, rel=1e-3
     )
     summed = 4 * 10 * 3 * (1 << 19) / 1e9  # chunks, bytes, parameters
+    norms = 2 * 36 * (1 << 9) * TOKENS / (LAYER_BANDWIDTH * 1e9)  # bytes, values
     assert seconds(BACKWARD, mlp_chunk=30, rates=slow) == pytest.approx(
-        seconds(BACKWARD, rates=slow) + summed
+        seconds(BACKWARD, rates=slow) + summed + norms
     )
 
 

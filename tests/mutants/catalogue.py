@@ -73,7 +73,9 @@ COMES_BACK = (
     "test_attention.py::test_it_comes_back_for_each_time_that_the_layer_runs_again "
     "test_attention.py::test_what_waits_on_the_host_gives_identical_bits "
     "test_attention.py::test_at_most_two_layers_have_it_on_the_device_at_a_time "
-    "test_attention.py::test_as_many_as_there_is_room_for test_schedule.py::test_removing_any_one_wait_is_found"
+    "test_attention.py::test_as_many_as_there_is_room_for "
+    "test_attention.py::test_the_inputs_kept_are_as_many_as_make_the_shortest_step "
+    "test_schedule.py::test_removing_any_one_wait_is_found"
 )
 KEPT_ATTENTION = "test_attention.py"
 PLACEMENT = f"{NODE}test_any_placement_gives_identical_bits"
@@ -274,6 +276,8 @@ MUTANTS = (
         ("Q3", "total.add_(grad)", "total.copy_(grad)"),
         ("Q4", 'root is not None and root.name() == "AddBackward0"', "True"),
         ("Q5", "if node is not root and any(", "if any("),
+        ("Q6", "max(dims) == 1", "max(dims) == 2"),
+        ("Q7", "isinstance(_part(n), ChunkedMLP)", "isinstance(_part(n), Chunked)"),
     ),
     *_changes(
         "layers/offload.py",
@@ -518,6 +522,7 @@ MUTANTS = (
         "planner/planner.py",
         COMES_BACK,
         ("AT11", "max(0, kept - 2) if", "kept if"),
+        ("AT14", "math.isqrt(asked.num_layers) + 1) + 1", "0) + 1"),
     ),
     *_changes(
         "sizes.py",
