@@ -380,17 +380,18 @@ def layer_activation_bytes(
 
     mlp_chunk: tokens that the MLP and the norms take at a time (layers/chunked.py), 0 all. Where it
     is fewer the layer is eager but for these. Beside attention's it keeps what each norm and each
-    sum with the residual gives. Its backward is at its peak in the MLP, with a chunk's MLP-wide
-    values, its input's gradient and fp32 sums of its weights'; or in attention, when what is behind
-    it is gone, with the gradients of its output, queries, keys, values and the residual.
+    sum with the residual gives. Its backward, without the output, is at its peak in the MLP, with a
+    chunk's MLP-wide values, its input's gradient and fp32 sums of its weights'; or in attention,
+    when what is behind it is gone, with the gradients of its output, queries, keys, values and the
+    residual.
     """
     w = widths
     attention = itemsize * 2 * (w.queries + w.keys) + 4 * w.heads  # and the softmax's log-sums
     if 0 < mlp_chunk < tokens:
         kept = attention + itemsize * 4 * w.hidden
-        mlp = itemsize * (w.hidden * tokens + (6 * w.inner + w.hidden) * mlp_chunk)
+        mlp = itemsize * (6 * w.inner + w.hidden) * mlp_chunk
         sums = 4 * 3 * w.inner * w.hidden
-        attends = itemsize * (2 * (w.queries + w.keys) - w.hidden) + kernel_bytes(w, itemsize)
+        attends = itemsize * 2 * (w.queries + w.keys - w.hidden) + kernel_bytes(w, itemsize)
         return tokens * kept + (max(mlp + sums, attends * tokens) if backward else 0)
     if compiled:
         kept = attention + itemsize * 2 * (w.inner + w.hidden)

@@ -177,8 +177,8 @@ class Template:
     def _recomputed(
         self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor, call: Call, index: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Like `forward_with_graph`, but the output's values are undefined where no gradient
-        depends on them."""
+        """Like `forward_with_graph`, but the output has no values where no gradient depends on
+        them, and then no memory either."""
         if self.mlp is None or self.mlp.only_added is False:
             return self.forward_with_graph(weights, hidden, call, index)
         self.mlp.unread = True
@@ -189,6 +189,7 @@ class Template:
         if self.mlp.only_added is None:
             self.mlp.only_added = is_only_added(kept[1])
         if self.mlp.only_added:
+            kept[1].data = kept[1].new_empty(()).expand_as(kept[1])
             return kept
         del kept
         return self.forward_with_graph(weights, hidden, call, index)

@@ -240,7 +240,9 @@ def test_the_inputs_kept_are_as_many_as_make_the_shortest_step(results: int, int
         planned(room, host=host, checkpoint_interval=number, **chosen, **sizes)
         for number in range(1, 13)
     ]
-    steps = [engine.predict().step_s for engine in all_of_them if engine.plan().device_bytes <= room]
+    steps = [
+        engine.predict().step_s for engine in all_of_them if engine.plan().device_bytes <= room
+    ]
     engine = planned(room, host=host, checkpoint_interval=-1, **chosen, **sizes)
     assert engine.plan().device_bytes <= room
     assert engine.predict().step_s == min(steps)
