@@ -406,7 +406,9 @@ def layer_activation_bytes(
 def kernel_bytes(widths: Widths, itemsize: int) -> int:
     """Bytes a token that the backward of a fused attention kernel may take beside its operands: an
     fp32 sum of the queries' gradient, and where several queries share a key and a value the
-    gradients of these for each. Not measured."""
+    gradients of these for each query. So cuDNN's frontend asks (dQ_accum, dK_fullhead, dV_fullhead
+    of its scaled_dot_product_flash_attention.h), though its kernels need not hold the last two
+    whole. Not measured."""
     w = widths
     return 4 * w.queries + (2 * itemsize * w.queries if w.keys < w.queries else 0)
 
