@@ -19,7 +19,7 @@ from engine.disk import caveat_of
 from engine.lanes import CudaLanes, Lanes
 from engine.layers.decoder import Decoder, find_layers
 from engine.layers.float8 import require_float8, use_float8
-from engine.layers.rehearsal import rehearse
+from engine.layers.rehearsal import count_layers, rehearse
 from engine.planner.planner import Machine, Planner
 from engine.planner.rates import Rates
 from engine.ranks import Ranks
@@ -73,7 +73,11 @@ class MegaTrain(Trainer):
             config = replace(config, mlp_chunk=0)
         float8 = _use_float8(model, config, dtype, device, rows * seq_len)
         decoder = Decoder(model, mlp_chunk=config.mlp_chunk)
-        rehearse(decoder, dtype=dtype, device=device, micro_batch=(rows, seq_len))
+        shape, chunk = (rows, seq_len), config.mlp_chunk
+        rehearse(decoder, dtype=dtype, device=device, micro_batch=shape)
+        counted = (0, 0)
+        if chunk:
+            counted = count_layers(decoder, dtype=dtype, micro_batch=shape, chunk=chunk)
         asked = asked_of(config, num_layers=decoder.num_layers, clip=recipe.clip_norm > 0)
         asked = replace(asked, num_ranks=ranks.count)
         require_folders(config, folders)
@@ -86,7 +90,8 @@ class MegaTrain(Trainer):
             rows=rows,
             seq_len=seq_len,
             loss_chunk=config.loss_chunk,
-            mlp_chunk=config.mlp_chunk,
+            mlp_chunk=chunk,
+            counted=counted,
             compiled=config.compile,
             tied=decoder.tied,
             float8=float8 // decoder.num_layers,

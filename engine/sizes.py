@@ -15,6 +15,7 @@ import torch
 
 from engine.blocks import STAGES, Blocks
 from engine.config import EngineConfig
+from engine.layers.live import kernel_bytes
 from engine.layout import Layout, round_up
 
 PAGE = 4096
@@ -139,6 +140,9 @@ class Work:
     compiled: bool = False
     tied: bool = True
     """Whether parameters of embed are used behind the layers too."""
+    counted: tuple[int, int] = (0, 0)
+    """Least bytes of a layer's graph for one micro-batch, and with its backward, as
+    layers/rehearsal.py counted them; 0 says nothing."""
     float8: int = 0
     """Parameters of a layer, in the mean, that multiply in float8."""
     masks: Masks = field(default_factory=Masks)
@@ -186,9 +190,9 @@ class Work:
         return self.tokens * self.widths.hidden * self.itemsize
 
     def layer_bytes(self, *, backward: bool) -> int:
-        """Bytes of one layer's graph for one micro-batch, as `layer_activation_bytes` counts
-        them, and what it saves of a mask and of products in float8."""
-        found = self.masks.saved + layer_activation_bytes(
+        """Bytes of one layer's graph for one micro-batch, as `layer_activation_bytes` counts them
+        but no fewer than `counted`, and what it saves of a mask and of products in float8."""
+        layer = layer_activation_bytes(
             self.widths,
             self.tokens,
             self.itemsize,
@@ -196,6 +200,7 @@ class Work:
             compiled=self.compiled,
             mlp_chunk=self.mlp_chunk,
         )
+        found = self.masks.saved + max(layer, self.counted[backward])
         return found + (self._float8_bytes(backward=backward) if self.float8 else 0)
 
     def _float8_bytes(self, *, backward: bool) -> int:
@@ -391,7 +396,9 @@ def layer_activation_bytes(
         kept = attention + itemsize * 4 * w.hidden
         mlp = itemsize * (6 * w.inner + w.hidden) * mlp_chunk
         sums = 4 * 3 * w.inner * w.hidden
-        attends = itemsize * 2 * (w.queries + w.keys - w.hidden) + kernel_bytes(w, itemsize)
+        attends = itemsize * 2 * (w.queries + w.keys - w.hidden) + kernel_bytes(
+            w.queries, w.keys, itemsize
+        )
         return tokens * kept + (max(mlp + sums, attends * tokens) if backward else 0)
     if compiled:
         kept = attention + itemsize * 2 * (w.inner + w.hidden)
@@ -401,16 +408,6 @@ def layer_activation_bytes(
         kept = attention + norms + itemsize * (4 * w.inner + w.hidden)
         temporary = 2 * w.inner + w.hidden
     return tokens * (kept + (itemsize * temporary if backward else 0))
-
-
-def kernel_bytes(widths: Widths, itemsize: int) -> int:
-    """Bytes a token that the backward of a fused attention kernel may take beside its operands: an
-    fp32 sum of the queries' gradient, and where several queries share a key and a value the
-    gradients of these for each query. So cuDNN's frontend asks (dQ_accum, dK_fullhead, dV_fullhead
-    of its scaled_dot_product_flash_attention.h), though its kernels need not hold the last two
-    whole. Not measured."""
-    w = widths
-    return 4 * w.queries + (2 * itemsize * w.queries if w.keys < w.queries else 0)
 
 
 def logits_bytes(vocab_size: int, tokens: int, itemsize: int, *, compiled: bool = False) -> int:
@@ -468,8 +465,12 @@ def _peaks(blocks: Blocks, work: Work) -> list[int]:
     """Bytes of activations at the five moments that can be the peak: when the forward ends, in the
     tail, in the backward of a kept layer, in that of another and in embed's."""
     kept = blocks.keep_activations * work.kept_bytes
+    any_stay = blocks.keep_activations + blocks.offload_activations > 0
     whole = work.layer_bytes(backward=True)
     graph = whole + work.largest_layer * work.itemsize  # and a layer's gradients
+    # Of a layer that is not recomputed the output is there, which the next one was given.
+    outlives = work.hidden_bytes if work.mlp_chunk and any_stay else 0
+    graph += outlives
     temporary = graph - work.layer_bytes(backward=False)
     fetched = min(blocks.offload_activations, max(1, blocks.keep_activations)) * work.moved_bytes
     all_stay = blocks.keep_activations + blocks.offload_activations >= blocks.num_layers

@@ -101,12 +101,14 @@ class ChunkedMLP(Chunked):
 
 
 def chunked_norms(layer: nn.Module, chunk: int) -> list[Chunked]:
-    """Those of the layer's own modules whose parameters are all vectors, their forward replaced."""
-    return [
-        Chunked(module, chunk)
-        for module in layer.children()
-        if (dims := [parameter.dim() for parameter in module.parameters()]) and max(dims) == 1
-    ]
+    """The layer's own norms, their forward replaced; not those inside of its attention."""
+    return [Chunked(module, chunk) for module in layer.children() if _is_norm(module)]
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Whether its parameters are all vectors; or, where it has none, it is called so."""
+    dims = [parameter.dim() for parameter in module.parameters()]
+    return max(dims) == 1 if dims else "Norm" in type(module).__name__
 
 
 class _Chunked(torch.autograd.Function):

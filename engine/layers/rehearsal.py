@@ -13,6 +13,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,10 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.config import RefusedError
 from engine.layers.decoder import Decoder, Recording
+from engine.layers.live import LiveBytes
 from engine.layers.randomness import refusal
 
 ROWS, TOKENS = 2, 16
 """Most that is tried: a model that walks through the tokens in Python would take long over more."""
+CHUNKS = 64
+"""Most chunks of a micro-batch that are counted; of more, what each takes is taken to be the same.
+"""
 UNTRIED = (
     fake_tensor.DataDependentOutputException,
     fake_tensor.DynamicOutputShapeException,
@@ -69,6 +74,49 @@ def rehearse(
                 decoder.tied = not decoder.blocks[0].keys().isdisjoint(_leave(twin, hidden))
     for template, tried in zip(decoder.templates, twin.templates, strict=True):
         template.num_outputs = tried.num_outputs
+
+
+def count_layers(
+    decoder: Decoder, *, dtype: torch.dtype, micro_batch: tuple[int, int], chunk: int
+) -> tuple[int, int]:
+    """Bytes that a layer takes whose MLP and norms go in chunks, the most of any kind: what its
+    graph holds, its output too; and what its recomputation and backward take at their peak, but for
+    the gradients of weights. Counted on fake tensors, without masks; 0 where these cannot.
+
+    micro_batch: (rows, seq_len). chunk: in tokens.
+    """
+    (rows, seq_len), cpu = micro_batch, torch.device("cpu")
+    mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+    twin = copy.deepcopy(decoder, _fakes(decoder, mode, dtype, cpu))
+    twin.expect_no_random_numbers()
+    length = min(seq_len, -(-CHUNKS * chunk // rows))
+    found, quiet = [(0, 0)], _silent(fake_tensor.__name__)
+    with quiet, mode, torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+        tokens = torch.zeros(rows, length, dtype=torch.int64)
+        for index in _first_of_each_kind(twin):
+            with contextlib.suppress(*UNTRIED, RuntimeError):
+                found.append(_count_layer(twin, _enter(twin, tokens, last=index), index))
+    held, peak = (max(counts) * seq_len // length for counts in zip(*found, strict=True))
+    return held, peak
+
+
+def _count_layer(twin: Decoder, recording: Recording, index: int) -> tuple[int, int]:
+    template, call = twin.templates[index], recording.calls[index]
+    # Of fake tensors transformers makes a mask of the whole square, which a real call goes without.
+    if "attention_mask" in call.kwargs:
+        call = replace(call, kwargs={**call.kwargs, "attention_mask": None})
+    hidden, weights = recording.hidden.detach(), dict(template.module.named_parameters())
+    grad = torch.empty_like(hidden)
+    existing = (hidden, grad, weights, call.args, dict(call.kwargs))
+    with LiveBytes(existing) as live:
+        _, grads = template.backward(weights, hidden, call, index, grad)
+    peak = live.most - sum(given.nbytes for given in grads if given is not None)
+    del grads
+    with LiveBytes(existing) as live:
+        graph = template.forward_with_graph(weights, hidden, call, index)
+        held = live.now
+    del graph
+    return held, peak
 
 
 def _fakes(

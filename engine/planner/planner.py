@@ -141,7 +141,8 @@ class Planner:
         # More than the root of the number of layers keeps no fewer inputs.
         tried = range(fewest, max(fewest, math.isqrt(asked.num_layers) + 1) + 1)
         found = [self._filled_given(replace(asked, checkpoint_interval=n)) for n in tried]
-        return min(found, key=lambda blocks: (not self._fits(blocks), self.predict(blocks).step_s))
+        fitting = [blocks for blocks in found if self._fits(blocks)]
+        return min(fitting, key=lambda blocks: self.predict(blocks).step_s, default=found[0])
 
     @property
     def _keeps_attention(self) -> bool:

@@ -3,20 +3,18 @@ the plan says, counted live."""
 
 import functools
 import re
-import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine import EngineConfig, Widths, layer_activation_bytes
 from engine.layers.chunked import Chunked, ChunkedMLP, is_only_added
 from engine.layers.decoder import Call
+from engine.layers.live import LiveBytes
 from engine.layers.template import Template
 from tests.models import assert_same, make_batch, make_engine, make_model, train
 from tests.twin import TwinLanes
@@ -184,7 +182,9 @@ def test_chunks_are_summed_in_fp32_and_rounded_once():
     assert torch.equal(found, total.bfloat16())
 
 
-@pytest.mark.parametrize(("model_type", "number"), [("qwen2", 2), ("olmo2", 2), ("gemma2", 4)])
+@pytest.mark.parametrize(
+    ("model_type", "number"), [("qwen2", 2), ("olmo", 2), ("olmo2", 2), ("gemma2", 4)]
+)
 def test_every_norm_of_a_layer_is_chunked(model_type, number):
     """Not those inside of attention, which are of heads."""
     settings = {"head_dim": 8} if model_type == "gemma2" else {}
@@ -260,33 +260,6 @@ def with_mlp(mlp: torch.nn.Module) -> Template:
     return Template(layer, mlp_chunk=8)
 
 
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors that operations made and that are still there; their most."""
-
-    def __init__(self, existing: Any) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self._known = {tensor.untyped_storage()._cdata for tensor in tree_leaves(existing)}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(output):
-            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
-            if storage is not None and storage._cdata not in self._known:
-                self._known.add(storage._cdata)
-                self._count(storage.nbytes())
-                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
-        return output
-
-    def _count(self, num_bytes: int) -> None:
-        self.now += num_bytes
-        self.most = max(self.now, self.most)
-
-    def _gone(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
-        self.now -= num_bytes
-
-
 SHAPES = {
     "7b": (3584, 18944, 28, 4, 128),
     "14b": (5120, 13824, 40, 8, 128),
@@ -345,10 +318,9 @@ def layer_bytes(name: str, tokens: int, chunk: int) -> tuple[Any, dict[str, int]
         ("14b", 1 << 18, 1 << 15),
     ],
 )
-def test_the_plan_is_what_a_layer_holds_at_its_peak(monkeypatch, name, tokens, chunk):
+def test_the_plan_is_what_a_layer_holds_at_its_peak(name, tokens, chunk):
     """Its gradients are counted whole, as the plan does, though at the peak not all of them are
-    there yet. What a kernel takes for itself is not to be seen here."""
-    monkeypatch.setattr("engine.sizes.kernel_bytes", lambda *_: 0)
+    there yet."""
     config, found = layer_bytes(name, tokens, chunk)
     widths = Widths.of(config)
     kept, graph = (
@@ -359,4 +331,34 @@ def test_the_plan_is_what_a_layer_holds_at_its_peak(monkeypatch, name, tokens, c
     assert found["backward"] == pytest.approx(graph + found["weights"], rel=0.03 if chunk else 0.05)
     assert max(found["forward"], found["kept"]) < graph
     if chunk:
-        assert graph < layer_activation_bytes(widths, tokens, 2)
+        assert graph <= layer_activation_bytes(widths, tokens, 2)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more"), [("qwen2", False), ("olmo", False), ("qwen3", True), ("olmo2", True)]
+)
+def test_what_the_formula_does_not_know_is_counted(monkeypatch, model_type, more):
+    """Norms of queries and keys, norms behind MLPs. Counted on fake tensors when the engine is made,
+    held against real ones. Attention's kernel on a CPU takes nothing for itself."""
+    monkeypatch.setattr("engine.layers.live.kernel_bytes", lambda *_: 0)
+    batch = make_batch(0, rows=2, seq_len=64)
+    engine = make_engine(make_model(model_type), batch=batch, mlp_chunk=16)
+    template, (held, peak) = engine._decoder.templates[0], engine.work.counted
+    for backward, counted in enumerate(engine.work.counted):
+        formula = layer_activation_bytes(
+            engine.work.widths, 128, 4, backward=bool(backward), mlp_chunk=16
+        )
+        assert engine.work.layer_bytes(backward=bool(backward)) == max(counted, formula)
+        assert backward or (counted > 1.05 * formula) == more
+    names = template.module.named_parameters()
+    weights = {name: torch.randn(p.shape, requires_grad=True) for name, p in names}
+    hidden, grad = torch.randn(2, 2, 64, 32).unbind()
+    recording = engine._decoder.record(torch.zeros(2, 64, dtype=torch.int64), None)
+    for _ in range(2):  # the first learns whether the MLP's output is read
+        with LiveBytes((hidden, grad, weights, recording.calls[0].kwargs)) as live:
+            _, grads = template.backward(weights, hidden, recording.calls[0], 0, grad)
+    assert live.most - sum(given.nbytes for given in grads) == pytest.approx(peak, rel=0.01)
+    with LiveBytes((hidden, weights, recording.calls[0].kwargs)) as live:
+        graph = template.forward_with_graph(weights, hidden, recording.calls[0], 0)
+        assert live.now == pytest.approx(held, rel=0.01)
+    del graph

@@ -39,14 +39,16 @@ def ancestors(unrolled: list[tuple[Op, list[int]]]) -> list[int]:
 def races(unrolled: list[tuple[Op, list[int]]]) -> list[tuple[int, int, str]]:
     """(earlier, later, resource) pairs of conflicting accesses that nothing orders."""
     before, found = ancestors(unrolled), []
-    accesses: dict[str, list[tuple[int, bool]]] = {}
+    writers, users = dict[str, int](), dict[str, int]()
     for index, (op, _) in enumerate(unrolled):
         for resource in op.reads | op.writes:
-            writes = resource in op.writes
-            for earlier, wrote in accesses.setdefault(resource, []):
-                if (writes or wrote) and not before[index] >> earlier & 1:
-                    found.append((earlier, index, resource))
-            accesses[resource].append((index, writes))
+            earlier = (users if resource in op.writes else writers).get(resource, 0)
+            if unordered := earlier & ~before[index]:
+                bits = (bit for bit in range(index) if unordered >> bit & 1)
+                found += [(bit, index, resource) for bit in bits]
+            users[resource] = users.get(resource, 0) | 1 << index
+            if resource in op.writes:
+                writers[resource] = writers.get(resource, 0) | 1 << index
     return found
 
 
