@@ -76,8 +76,10 @@ class MegaTrain(Trainer):
         shape, chunk = (rows, seq_len), config.mlp_chunk
         rehearse(decoder, dtype=dtype, device=device, micro_batch=shape)
         counted = (0, 0)
-        if chunk:
-            counted = count_layers(decoder, dtype=dtype, micro_batch=shape, chunk=chunk)
+        if device.type == "cuda" and not float8:
+            counted = count_layers(
+                decoder, dtype=dtype, micro_batch=shape, chunk=chunk, compiled=config.compile
+            )
         asked = asked_of(config, num_layers=decoder.num_layers, clip=recipe.clip_norm > 0)
         asked = replace(asked, num_ranks=ranks.count)
         require_folders(config, folders)

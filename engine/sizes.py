@@ -192,7 +192,14 @@ class Work:
     def layer_bytes(self, *, backward: bool) -> int:
         """Bytes of one layer's graph for one micro-batch, as `layer_activation_bytes` counts them
         but no fewer than `counted`, and what it saves of a mask and of products in float8."""
-        layer = layer_activation_bytes(
+        layer = self._layer_bytes(backward=backward)
+        if backward and not self.counted[True]:
+            layer += max(0, self.counted[False] - self._layer_bytes(backward=False))
+        found = self.masks.saved + max(layer, self.counted[backward])
+        return found + (self._float8_bytes(backward=backward) if self.float8 else 0)
+
+    def _layer_bytes(self, *, backward: bool) -> int:
+        return layer_activation_bytes(
             self.widths,
             self.tokens,
             self.itemsize,
@@ -200,8 +207,6 @@ class Work:
             compiled=self.compiled,
             mlp_chunk=self.mlp_chunk,
         )
-        found = self.masks.saved + max(layer, self.counted[backward])
-        return found + (self._float8_bytes(backward=backward) if self.float8 else 0)
 
     def _float8_bytes(self, *, backward: bool) -> int:
         """Compiled, a graph saves the weights that it has made float8, for that is smaller than

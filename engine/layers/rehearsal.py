@@ -1,10 +1,11 @@
 """A model tried without values or memory, before anything is allocated: can it be trained by
-layers?
+layers, and how many bytes does a layer take?
 
 `rehearse` does on fake tensors (torch's FakeTensorMode: shapes, dtypes and graphs) what a step will
 do: the model's way into its layers, one layer of each kind, and its tail. What cannot be taken
-apart is refused here, in one line, for what it does and not by its name. Invariant: nothing that
-trains runs in here; a copy is tried.
+apart is refused here, in one line, for what it does and not by its name. `count_layers` counts what
+is alive while one layer of each kind runs and is differentiated. Invariant: nothing that trains
+runs in here; a copy is tried.
 """
 
 from __future__ import annotations
@@ -12,19 +13,24 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch.aot_autograd import aot_function
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from engine.config import RefusedError
 from engine.layers.decoder import Decoder, Recording
 from engine.layers.live import LiveBytes
 from engine.layers.randomness import refusal
+from engine.layers.template import KEEPING, Call, Template
 
 ROWS, TOKENS = 2, 16
 """Most that is tried: a model that walks through the tokens in Python would take long over more."""
@@ -77,36 +83,50 @@ def rehearse(
 
 
 def count_layers(
-    decoder: Decoder, *, dtype: torch.dtype, micro_batch: tuple[int, int], chunk: int
+    decoder: Decoder,
+    *,
+    dtype: torch.dtype,
+    micro_batch: tuple[int, int],
+    chunk: int = 0,
+    compiled: bool = False,
 ) -> tuple[int, int]:
-    """Bytes that a layer takes whose MLP and norms go in chunks, the most of any kind: what its
-    graph holds, its output too; and what its recomputation and backward take at their peak, but for
-    the gradients of weights. Counted on fake tensors, without masks; 0 where these cannot.
+    """Bytes that a layer takes, the most of any kind: what its graph holds, its output too; and
+    what its recomputation and backward take at their peak, but for the gradients of weights.
+    Counted on fake tensors, without masks; 0 for what these cannot say, as a compiled backward's
+    peak.
 
-    micro_batch: (rows, seq_len). chunk: in tokens.
+    micro_batch: (rows, seq_len). chunk: tokens that its MLP and norms take at a time, 0 all.
     """
     (rows, seq_len), cpu = micro_batch, torch.device("cpu")
     mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     twin = copy.deepcopy(decoder, _fakes(decoder, mode, dtype, cpu))
     twin.expect_no_random_numbers()
-    length = min(seq_len, -(-CHUNKS * chunk // rows))
+    length = min(seq_len, -(-CHUNKS * chunk // rows)) if chunk else seq_len
     found, quiet = [(0, 0)], _silent(fake_tensor.__name__)
     with quiet, mode, torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
         tokens = torch.zeros(rows, length, dtype=torch.int64)
         for index in _first_of_each_kind(twin):
-            with contextlib.suppress(*UNTRIED, RuntimeError):
-                found.append(_count_layer(twin, _enter(twin, tokens, last=index), index))
+            with contextlib.suppress(Exception):  # the closed form is left
+                recording, template = _enter(twin, tokens, last=index), twin.templates[index]
+                call = _without_mask(recording.calls[index])
+                given = (recording.hidden.detach(), call, index)
+                whole = compiled and not chunk
+                found.append((_compiled_bytes if whole else _eager_bytes)(template, *given))
     held, peak = (max(counts) * seq_len // length for counts in zip(*found, strict=True))
     return held, peak
 
 
-def _count_layer(twin: Decoder, recording: Recording, index: int) -> tuple[int, int]:
-    template, call = twin.templates[index], recording.calls[index]
-    # Of fake tensors transformers makes a mask of the whole square, which a real call goes without.
-    if "attention_mask" in call.kwargs:
-        call = replace(call, kwargs={**call.kwargs, "attention_mask": None})
-    hidden, weights = recording.hidden.detach(), dict(template.module.named_parameters())
-    grad = torch.empty_like(hidden)
+def _without_mask(call: Call) -> Call:
+    """Of fake tensors transformers makes a mask of the whole square, which a real call goes
+    without."""
+    kwargs = {name: None if name == "attention_mask" else v for name, v in call.kwargs.items()}
+    return replace(call, kwargs=kwargs)
+
+
+def _eager_bytes(
+    template: Template, hidden: torch.Tensor, call: Call, index: int
+) -> tuple[int, int]:
+    weights, grad = dict(template.module.named_parameters()), torch.empty_like(hidden)
     existing = (hidden, grad, weights, call.args, dict(call.kwargs))
     with LiveBytes(existing) as live:
         _, grads = template.backward(weights, hidden, call, index, grad)
@@ -117,6 +137,41 @@ def _count_layer(twin: Decoder, recording: Recording, index: int) -> tuple[int, 
         held = live.now
     del graph
     return held, peak
+
+
+def _compiled_bytes(
+    template: Template, hidden: torch.Tensor, call: Call, index: int
+) -> tuple[int, int]:
+    """By the graph that torch.compile would cut the layer's forward to."""
+    weights = dict(template.module.named_parameters())
+    given, tree = tree_flatten((weights, call.args, dict(call.kwargs)))
+    tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
+
+    def forward(hidden: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        left = iter(tensors)
+        leaves = [next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in given]
+        weights, args, kwargs = tree_unflatten(leaves, tree)
+        return template.forward(weights, hidden, Call(args=args, kwargs=kwargs), index)
+
+    held = [0]
+
+    def count(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        with LiveBytes(example_inputs) as live:
+            outputs = gm(*example_inputs)
+            held[0] = live.now
+        del outputs
+        return gm
+
+    traced = aot_function(
+        forward,
+        fw_compiler=count,
+        bw_compiler=lambda gm, example_inputs: gm,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    with KEEPING:
+        traced(hidden.requires_grad_(), *tensors)
+    return held[0], 0
 
 
 def _fakes(

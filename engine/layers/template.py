@@ -35,7 +35,7 @@ KEEP_BUDGET = 0.9
 """Below 1, torch.compile's partitioner rebuilds elementwise results in the backward instead of
 keeping them: a third fewer bytes for 1 ms of a 7B layer's 76. Values from 0.7 to 0.9 gave the same
 graphs; at 0.5 it rebuilds products too."""
-_WITH_BUDGET = functorch_config.patch(activation_memory_budget=KEEP_BUDGET)
+KEEPING = functorch_config.patch(activation_memory_budget=KEEP_BUDGET)
 """Made once: every patch makes a context variable, which the thread's context keeps for good."""
 
 
@@ -206,7 +206,7 @@ class Template:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(input, output) with the graph between them."""
         hidden = hidden.detach().requires_grad_()
-        with torch.enable_grad(), _WITH_BUDGET:
+        with torch.enable_grad(), KEEPING:
             return hidden, self.forward(weights, hidden, call, index)
 
     def differentiate(

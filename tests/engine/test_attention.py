@@ -238,7 +238,7 @@ def test_the_inputs_kept_are_as_many_as_make_the_shortest_step(results: int, int
     host = int((planned(1e12, **sizes).plan().host_bytes + (results + 0.5) * each) / 0.9)
     all_of_them = [
         planned(room, host=host, checkpoint_interval=number, **chosen, **sizes)
-        for number in range(1, 13)
+        for number in range(1, 8)
     ]
     steps = [
         engine.predict().step_s for engine in all_of_them if engine.plan().device_bytes <= room

@@ -528,6 +528,8 @@ MUTANTS = (
         "sizes.py",
         COMES_BACK,
         ("AT12", "- moved + min(2, moved))", "- moved)"),
+        ("LB1", "max(layer, self.counted[backward])", "layer", "test_counted.py"),
+        ("LB2", "if backward and not self.counted[True]:", "if False:", "test_counted.py"),
         (
             "AT13",
             "activations |= dict.fromkeys(blocks.attention_moved, attention)",
