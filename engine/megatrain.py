@@ -73,13 +73,7 @@ class MegaTrain(Trainer):
             config = replace(config, mlp_chunk=0)
         float8 = _use_float8(model, config, dtype, device, rows * seq_len)
         decoder = Decoder(model, mlp_chunk=config.mlp_chunk)
-        shape, chunk = (rows, seq_len), config.mlp_chunk
-        rehearse(decoder, dtype=dtype, device=device, micro_batch=shape)
-        counted = (0, 0)
-        if device.type == "cuda" and not float8:
-            counted = count_layers(
-                decoder, dtype=dtype, micro_batch=shape, chunk=chunk, compiled=config.compile
-            )
+        rehearse(decoder, dtype=dtype, device=device, micro_batch=(rows, seq_len))
         asked = asked_of(config, num_layers=decoder.num_layers, clip=recipe.clip_norm > 0)
         asked = replace(asked, num_ranks=ranks.count)
         require_folders(config, folders)
@@ -92,8 +86,8 @@ class MegaTrain(Trainer):
             rows=rows,
             seq_len=seq_len,
             loss_chunk=config.loss_chunk,
-            mlp_chunk=chunk,
-            counted=counted,
+            mlp_chunk=config.mlp_chunk,
+            counted=_counted(decoder, config, dtype, device, (rows, seq_len)),
             compiled=config.compile,
             tied=decoder.tied,
             float8=float8 // decoder.num_layers,
@@ -293,6 +287,26 @@ def _use_float8(
         return 0
     require_float8(dtype, device, num, chunk=config.mlp_chunk)
     return use_float8(find_layers(model)[1])
+
+
+def _counted(
+    decoder: Decoder,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    micro_batch: tuple[int, int],
+) -> tuple[int, int]:
+    """Bytes of a layer as `count_layers` counts them, where memory decides what is placed; not of
+    products in float8, which a plan counts apart."""
+    if device.type != "cuda" or config.products == FLOAT8:
+        return 0, 0
+    return count_layers(
+        decoder,
+        dtype=dtype,
+        micro_batch=micro_batch,
+        chunk=config.mlp_chunk,
+        compiled=config.compile,
+    )
 
 
 def _with_index(device: torch.device) -> torch.device:
