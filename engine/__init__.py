@@ -5,6 +5,7 @@ The names below are all that another room may import; the only dependencies are 
 safetensors. Start reading at `step.py`, the order of one step, and `executor.py`, which runs it.
 """
 
+from engine.activations import Widths, layer_activation_bytes, logits_bytes
 from engine.adamw import clip_scale, norm_of
 from engine.blocks import Fate
 from engine.config import FLOAT8, PLAIN, PRODUCTS, EngineConfig, RefusedError
@@ -20,15 +21,7 @@ from engine.planner.rates import Rates
 from engine.ranks import Group, Ranks
 from engine.recipe import IGNORE_INDEX, Batch, NonFiniteLossError, Recipe
 from engine.saving import require_sealed, seal, sync, whole_directory
-from engine.sizes import (
-    Masks,
-    Plan,
-    Widths,
-    dtype_name,
-    layer_activation_bytes,
-    logits_bytes,
-    pinned_rounding,
-)
+from engine.sizes import Masks, Plan, dtype_name, pinned_rounding
 from engine.swap import SwapFolder, free_bytes, left_behind
 from engine.timeline import Timeline
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from engine.activations import Widths
 from engine.asked import asked_of, check_work, require_folders, rows_of
 from engine.config import FLOAT8, EngineConfig
 from engine.disk import caveat_of
@@ -25,7 +26,7 @@ from engine.planner.rates import Rates
 from engine.ranks import Ranks
 from engine.recipe import Batch, Recipe
 from engine.resuming import resume
-from engine.sizes import Masks, Plan, Widths, Work, dtype_name
+from engine.sizes import Masks, Plan, Work, dtype_name
 from engine.timeline import Timeline, last_step
 from engine.trainer import Trainer, default_threads
 

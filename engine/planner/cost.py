@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from engine.activations import Widths
 from engine.blocks import Blocks, Fate
 from engine.planner.rates import Rates
-from engine.sizes import Widths, Work
+from engine.sizes import Work
 from engine.step import Kind, Op
 
 LAYER_EFFICIENCY = 0.88

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.activations import Widths
 from engine.adamw import AdamW, Pass
 from engine.blocks import Blocks, Fate
 from engine.config import AUTO, PLACED
@@ -38,7 +39,7 @@ from engine.planner.placement import (
 )
 from engine.planner.rates import Rates
 from engine.recipe import Recipe
-from engine.sizes import StoreSpec, Widths, Work, device_bytes
+from engine.sizes import StoreSpec, Work, device_bytes
 from engine.step import Kind, Op, operations
 from engine.timeline import Interval, last_step, simulate, window_s
 
