@@ -97,7 +97,8 @@ class ChunkedMLP(Chunked):
         super().__init__(mlp, chunk)
         self.num_params = sum(parameter.numel() for parameter in mlp.parameters())
         self.only_added: bool | None = None
-        """What `is_only_added` says of a layer's output; None before the first backward."""
+        """What `is_only_added` says of a layer's output; None while it is not known, at the latest
+        until the first backward."""
 
 
 def chunked_norms(layer: nn.Module, chunk: int) -> list[Chunked]:

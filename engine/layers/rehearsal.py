@@ -53,8 +53,8 @@ INPUTS = (ValueError, TypeError)
 def rehearse(
     decoder: Decoder, *, dtype: torch.dtype, device: torch.device, micro_batch: tuple[int, int]
 ) -> None:
-    """Try the model, and tell `decoder` what its layers return and which parameters are used before
-    them, or on both sides.
+    """Try the model, and tell `decoder` what its layers return, which chunked MLPs' outputs their
+    recomputations need, and which parameters are used before them, or on both sides.
 
     micro_batch: (rows, seq_len). Raises RefusedError, one line, where the engine would train
     another model or none.
@@ -80,6 +80,8 @@ def rehearse(
                 decoder.tied = not decoder.blocks[0].keys().isdisjoint(_leave(twin, hidden))
     for template, tried in zip(decoder.templates, twin.templates, strict=True):
         template.num_outputs = tried.num_outputs
+        if template.mlp is not None and tried.mlp is not None:
+            template.mlp.only_added = tried.mlp.only_added
 
 
 def count_layers(

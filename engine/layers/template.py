@@ -74,8 +74,8 @@ class Template:
 
     @property
     def runs_once(self) -> bool:
-        """Whether a call runs the layer once: not the first forward, nor the first recomputation of
-        a chunked MLP."""
+        """Whether a call runs the layer once: not the first forward, nor a chunked MLP's first
+        recomputation where `learn_outputs` did not tell."""
         return not self.unchecked and (self.mlp is None or self.mlp.only_added is not None)
 
     def compile(self) -> None:
@@ -127,7 +127,8 @@ class Template:
     def learn_outputs(
         self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor, call: Call, index: int
     ) -> torch.Tensor:
-        """`forward`, which finds `num_outputs`. Raises RefusedError where the output is not hidden
+        """`forward`, which finds `num_outputs` and, where its MLP is chunked, whether a
+        recomputation needs that MLP's output. Raises RefusedError where the output is not hidden
         states like `hidden`."""
         self._set_index(index)
         self.num_outputs = 0
@@ -135,6 +136,8 @@ class Template:
         if isinstance(outputs, tuple) and outputs:
             self.num_outputs, outputs = len(outputs), outputs[0]
         self._check(outputs, hidden)
+        if self.mlp is not None and outputs.requires_grad:
+            self.mlp.only_added = is_only_added(outputs)
         return outputs  # type: ignore[no-any-return]
 
     def _check(self, output: Any, hidden: torch.Tensor) -> None:

@@ -123,6 +123,20 @@ def test_attention_of_a_layer_runs_once_a_step(models, interval, once) -> None:
     assert ran[0] > ran[1] > ran[2]
 
 
+@pytest.mark.parametrize("family", ["qwen2", "olmo2"])
+def test_the_first_step_keeps_it_of_all_but_the_first_layer(family) -> None:
+    """In chunks too, whether or not a recomputation needs the MLP's output."""
+    engine = make_engine(make_model(family), keep_attention=3, mlp_chunk=8)
+    ran = []
+    for _ in range(2):
+        counting = Counting()
+        with counting:
+            engine.train_step(make_batch(0))
+        ran.append(counting.ran)
+    layers = engine.blocks.num_layers
+    assert ran == [layers + 1, layers]
+
+
 def test_a_first_forward_that_runs_twice_keeps_nothing(models, monkeypatch) -> None:
     """As on a GPU whose attention moves the generator of random numbers, dropping nothing."""
 
@@ -140,8 +154,10 @@ def test_a_first_forward_that_runs_twice_keeps_nothing(models, monkeypatch) -> N
 @pytest.mark.parametrize("kept", [{"keep_attention": 2}, {"offload_attention": 2}], ids=str)
 @pytest.mark.parametrize("interval", [1, 2])
 def test_a_first_recomputation_that_runs_twice_keeps_nothing(kept, interval, monkeypatch) -> None:
-    """A chunked MLP that a norm reads is run again in full, once its first graph has shown that."""
+    """A chunked MLP that a norm reads is run again in full, once its first graph has shown that, of
+    a layer that could not be tried before."""
     monkeypatch.setattr("engine.layers.offload.SMALL", 0)
+    monkeypatch.setattr("engine.layers.rehearsal._try_layer", lambda *_: None)
     model, pipeline = make_model("olmo2"), {"mlp_chunk": 4, "checkpoint_interval": interval}
     expected = train(engine_of(model, **pipeline), micro_batches=MICRO_BATCHES)
     found = train(engine_of(model, **pipeline, **kept), micro_batches=MICRO_BATCHES)
