@@ -76,15 +76,24 @@ def gpu(driver_name: str) -> str:
 
 def machine(lines: pd.DataFrame) -> str:
     """`one H200, 64 cores, 550 GB of host memory`: decimal GB, as everywhere. GPUs are those that
-    were trained on, from the fewest to the most."""
-    details, told_gpu = lines.iloc[0]["machine_details"], "no GPU"
-    if details.get("gpu"):
+    were trained on, from the fewest to the most; lines of unlike machines name all there were."""
+    known: dict[str, set[Any]] = {
+        of: {details[of] for details in lines["machine_details"] if details.get(of)}
+        for of in ("gpu", "num_cores", "host_bytes")
+    }
+    told_gpu = "no GPU"
+    if known["gpu"]:
         numbers = sorted({int(lines["num_ranks"].min()), int(lines["num_ranks"].max())})
         many = " to ".join(map(str, numbers)) if numbers != [1] else "one"
-        told_gpu = f"{many} {gpu(details['gpu'])}{'s' if numbers != [1] else ''}"
-    host = details.get("host_bytes")
-    told = f", {host / 1e9:.0f} GB of host memory" if host else ""
-    return f"{told_gpu}, {details.get('num_cores')} cores{told}"
+        named = " or ".join(sorted({gpu(name) for name in known["gpu"]}))
+        told_gpu = f"{many} {named}{'s' if numbers != [1] else ''}"
+    told = f"{told_gpu}, {' or '.join(map(str, sorted(known['num_cores'])))} cores"
+    host = sorted({f"{num_bytes / 1e9:.0f}" for num_bytes in known["host_bytes"]}, key=int)
+    return (
+        f"{told}, {' to '.join(dict.fromkeys((host[0], host[-1])))} GB of host memory"
+        if host
+        else told
+    )
 
 
 def work(lines: pd.DataFrame) -> str:

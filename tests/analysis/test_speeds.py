@@ -181,3 +181,14 @@ def test_a_machine_is_told_by_the_gpus_that_were_trained_on(ranks: list[int], to
     details = {"gpu": "NVIDIA H200", "num_gpus": 8, "num_cores": 64}
     found = pd.DataFrame({"machine_details": [details] * len(ranks), "num_ranks": ranks})
     assert names.machine(found) == f"{told}, 64 cores"
+
+
+def test_unlike_machines_are_told_together() -> None:
+    details = [
+        {"gpu": "NVIDIA H200", "num_cores": 32, "host_bytes": 270_334_464_000},
+        {"gpu": "NVIDIA H100 80GB HBM3", "num_cores": 16, "host_bytes": 135_016_448_000},
+        {"gpu": "NVIDIA H200", "num_cores": 16, "host_bytes": 137_438_953_472},
+    ]
+    found = pd.DataFrame({"machine_details": details, "num_ranks": 1})
+    told = "one H100 or H200, 16 or 32 cores, 135 to 270 GB of host memory"
+    assert names.machine(found) == told
