@@ -1,6 +1,7 @@
 """The rooms' imports run one way, and the house rules that a parser can check."""
 
 import ast
+import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -130,6 +131,13 @@ def test_the_engine_needs_torch_alone():
             assert top in sys.stdlib_module_names or top in ENGINE_LIBRARIES | {"engine"}, (
                 f"{path.name} imports {name}"
             )
+
+
+def test_a_command_is_there_without_the_compiler_and_transformers():
+    """They take two seconds to import, which only a cell needs."""
+    program = "import sys; from sweeps import plan, run; print({'torch._dynamo', 'transformers'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stderr
 
 
 def test_only_the_lanes_touch_streams():

@@ -19,9 +19,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch.aot_autograd import aot_function
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -145,6 +142,11 @@ def _compiled_bytes(
     template: Template, hidden: torch.Tensor, call: Call, index: int
 ) -> tuple[int, int]:
     """By the graph that torch.compile would cut the layer's forward to."""
+    # with these the compiler would be imported by every command, in a second
+    from torch._functorch.aot_autograd import aot_function
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
     weights = dict(template.module.named_parameters())
     given, tree = tree_flatten((weights, call.args, dict(call.kwargs)))
     tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
