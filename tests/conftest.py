@@ -2,6 +2,7 @@
 machine may have two cores."""
 
 import functools
+import gc
 from collections.abc import Iterator
 
 import cpuinfo
@@ -14,6 +15,12 @@ from tests.models import make_model
 torch.set_num_threads(1)
 # DeepSpeed asks at each optimizer it makes, and each answer takes a process and a second.
 cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+
+
+def pytest_collection_finish() -> None:
+    """Collections of garbage, a tenth of the time, need not look at what is imported by now."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

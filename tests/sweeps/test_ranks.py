@@ -321,6 +321,7 @@ def test_what_more_gpus_would_do_is_predicted_and_not_run(
     card = {"gpu": "NVIDIA H200", "num_gpus": 2, "device_bytes": 150 << 30}
     monkeypatch.setattr(environment, "gpu", lambda: card)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # it may ask for the number
     monkeypatch.setattr(auto, "device", lambda: "cuda")
     told = {}
     for num in (2, 8):
