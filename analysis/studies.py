@@ -175,6 +175,8 @@ def _rest(study: Study, found: pd.DataFrame, varied: Sequence[str]) -> list[str]
 def differing(found: pd.DataFrame) -> list[str]:
     """What a study varied: config paths in which rows of one family differ, then shapes in which
     any do."""
+    if len(found) < 2:
+        return []
     shapes = [name for name in SHAPES if found[name].nunique(dropna=False) > 1]
     told = found.drop(columns=[*UNTOLD], errors="ignore").filter(regex=CHOSEN).map(repr)
     inner = list(told.columns[told.groupby(found["family"]).nunique().gt(1).any()])
