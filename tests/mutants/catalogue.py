@@ -253,7 +253,7 @@ MUTANTS = (
         ("T2", "type(module), attributes, buffers", "type(module), buffers"),
         ("T3", "attributes, buffers, shapes)", "attributes, shapes)"),
         ("T4", "self.mlp.unread = False", "self.mlp.unread = True"),
-        ("T5", "if self.mlp.only_added:", "if True:"),
+        ("T5", "if self.mlp.only_added:", "if True:", "test_attention.py"),
         ("T6", "return grad_hidden, grads", "return grad_hidden, grads[::-1]"),
         (
             "T8",
@@ -267,6 +267,7 @@ MUTANTS = (
             "            output = (lambda m, d, run, again: run())(",
             "test_randomness.py",
         ),
+        ("T10", "= is_only_added(outputs)", "= True", "test_chunked.py"),
     ),
     *_changes(
         "layers/chunked.py",
@@ -573,6 +574,12 @@ MUTANTS = (
     *_changes(
         "layers/rehearsal.py",
         "test_rehearsal.py",
+        (
+            "E5",
+            "template.mlp.only_added = tried.mlp.only_added",
+            "pass",
+            "test_attention.py::test_the_first_step_keeps_it_of_all_but_the_first_layer",
+        ),
         ("E1", "template.num_outputs = tried.num_outputs", "pass"),
         ("E2", "if id(hidden) not in found or id(given) in found:", "if False:"),
         ("E3", "with _NothingAtRandom():", "with contextlib.nullcontext():"),
