@@ -330,8 +330,7 @@ def device_bytes(blocks: Blocks, work: Work) -> dict[str, int]:
     interval, layers = blocks.checkpoint_interval, blocks.num_streamed
     saved = -(-layers // interval) + interval - 1
     kept = blocks.keep_activations * work.kept_bytes
-    moved = len(blocks.attention_moved)  # one at a time, and the next on its way
-    attention = (len(blocks.attention_kept) - moved + min(2, moved)) * work.attention_bytes
+    attention = _attention_at_once(blocks) * work.attention_bytes
     return {
         "weights": weights * work.itemsize,
         "gradients": slabs * work.itemsize + _summed_bytes(work) + _exchanged(blocks, work),
@@ -341,6 +340,16 @@ def device_bytes(blocks: Blocks, work: Work) -> dict[str, int]:
         **({"attention": attention} if attention else {}),
         **({"masks": work.num_micro_batches * work.masks.given} if work.masks.given else {}),
     }
+
+
+def _attention_at_once(blocks: Blocks) -> int:
+    """Most layers whose attention's results are here. Those that wait on the host are of the first
+    layers, so these come when the others have gone, but for what is left of their group: one, and
+    the next on its way."""
+    moved = blocks.attention_moved
+    here = len(blocks.attention_kept) - len(moved)
+    beside = min(here, -moved[-1] % blocks.checkpoint_interval) if moved else 0
+    return max(here, beside + min(2, len(moved) + here))
 
 
 def _exchanged(blocks: Blocks, work: Work) -> int:
@@ -379,6 +388,8 @@ def _peaks(blocks: Blocks, work: Work) -> list[int]:
     outlives = work.hidden_bytes if work.mlp_chunk and any_stay else 0
     graph += outlives
     temporary = graph - work.layer_bytes(backward=False)
+    # What attention is given back is what the plan has of it already.
+    given = work.attention_bytes // work.num_micro_batches if blocks.attention_kept else 0
     fetched = min(blocks.offload_activations, max(1, blocks.keep_activations)) * work.moved_bytes
     all_stay = blocks.keep_activations + blocks.offload_activations >= blocks.num_layers
     embed = work.layouts[0].numel * work.itemsize + (0 if work.tied else work.summed_bytes(0))
@@ -387,7 +398,7 @@ def _peaks(blocks: Blocks, work: Work) -> list[int]:
         _forward_peak(blocks, work),
         kept + first + _tail_bytes(work),
         kept + (temporary if blocks.keep_activations else 0),
-        fetched + (temporary if all_stay else graph),
+        fetched + (temporary if all_stay else graph - given),
         embed,
     ]
 

@@ -158,7 +158,7 @@ class Planner:
             blocks = self._with_most(blocks, "keep_attention")
         if asked.offload_attention != AUTO:
             return blocks
-        # what passes through the device needs room there, for two layers at most
+        # where fewer than two stay, what passes through the device needs room for two
         kept = blocks.keep_attention
         fewest = max(0, kept - 2) if asked.keep_attention == AUTO else kept
         found = [

@@ -77,6 +77,7 @@ COMES_BACK = (
     "test_attention.py::test_the_inputs_kept_are_as_many_as_make_the_shortest_step "
     "test_schedule.py::test_removing_any_one_wait_is_found"
 )
+ITS_BYTES = "test_attention.py::test_the_plan_has_its_bytes_once"
 KEPT_ATTENTION = "test_attention.py"
 PLACEMENT = f"{NODE}test_any_placement_gives_identical_bits"
 DEPTHS = f"{NODE}test_any_depth_streams_interval_and_slabs_give_identical_bits"
@@ -528,7 +529,9 @@ MUTANTS = (
     *_changes(
         "sizes.py",
         COMES_BACK,
-        ("AT12", "- moved + min(2, moved))", "- moved)"),
+        ("AT12", "beside + min(2, len(moved) + here)", "0", ITS_BYTES),
+        ("AT15", "return max(here, ", "return here + max(0, ", ITS_BYTES),
+        ("AT16", "if all_stay else graph - given", "if all_stay else graph", ITS_BYTES),
         ("LB1", "max(layer, self.counted[backward])", "layer", "test_counted.py"),
         ("LB2", "if backward and not self.counted[True]:", "if False:", "test_counted.py"),
         (
