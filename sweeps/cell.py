@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import json
 import os
 import sys
@@ -59,12 +58,7 @@ def built(cell: Cell, rates: Mapping[str, float] | None) -> Any:
     if cell.machine.device == "cuda" and cell.machine.device_bytes:
         cap_device_memory(cell.machine.device_bytes)
     require_runnable(cell.model)
-    try:
-        return outlook.built(cell, rates=Rates(**rates) if rates else None)
-    finally:
-        if not gc.isenabled():
-            gc.freeze()  # no collection looks at what was imported, in a step neither
-            gc.enable()
+    return outlook.built(cell, rates=Rates(**rates) if rates else None)
 
 
 def state_folder(cell: Cell) -> Path:
@@ -155,7 +149,6 @@ def _trained(system: Any, cell: Cell) -> Any:
 def main(life: Callable[..., None] = work) -> int:
     """Read the config and do what there is to do: `work`, or what sweeps.again does. Exit code 0
     when the cell said `done`, was refused or was invalid; 1 when it failed."""
-    gc.disable()  # until the system is built: of what imports take a fifth is the collector's
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--events-fd", type=_descriptor, required=True)
     emit = Emitter(parser.parse_args().events_fd)
