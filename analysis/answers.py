@@ -25,8 +25,7 @@ def answer(study: Study, lines: pd.DataFrame) -> str:
         return _quality(main, same)
     if not len(ready):
         return "Nothing was measured whose losses agree, so nothing is ranked."
-    alike = [studies.same_work(one, main) for one in others]
-    alike = [one[speeds.comparable(one)] for one in alike]
+    alike = _alike(main, others)
     if study.compares:
         return _comparison(study, ready, alike)
     if study.effect:
@@ -35,6 +34,25 @@ def answer(study: Study, lines: pd.DataFrame) -> str:
         return _over_zero3(study, ready) or _ends(study, pd.concat([ready, *alike]))
     told = _settings(study, ready)
     return f"{told} {losses(study, ready)}" if study.figure == "losses" else told
+
+
+def lines_of(study: Study, lines: pd.DataFrame) -> pd.DataFrame:
+    """The lines that `answer` is of: those of the leading run or, where it tells what is reached at
+    both ends of x, these two."""
+    lead = studies.leading(study, lines)
+    main = studies.main_part(study, lead)
+    ready = main[speeds.comparable(main)]
+    other = study.compares or study.effect or study.figure == "quality" or study.hue != "system"
+    if other or not len(ready) or _over_zero3(study, ready):
+        return lead
+    others = [one for _, one in lines.drop(lead.index).groupby("run")]
+    return _both_ends(study, pd.concat([ready, *_alike(main, others)]))
+
+
+def _alike(main: pd.DataFrame, others: Sequence[pd.DataFrame]) -> list[pd.DataFrame]:
+    """Of each other run what is of the same work and may be ranked."""
+    alike = [studies.same_work(one, main) for one in others]
+    return [one[speeds.comparable(one)] for one in alike]
 
 
 def _known(found: Ratio, *, change: bool = False) -> str:
@@ -102,15 +120,20 @@ def _over_zero3(study: Study, ready: pd.DataFrame) -> str | None:
 
 
 def _ends(study: Study, ready: pd.DataFrame) -> str:
-    """What the engine reaches at both ends of x: `fast` where it was measured."""
-    fast = ready[ready["family"] == "megatrain_fast"]
-    mine, ends = tables.sort(study, fast if len(fast) > 1 else ready), [str(study.x), *study.rest]
+    """What the engine reaches at both ends of x."""
+    mine, ends = _both_ends(study, ready), [str(study.x), *study.rest]
     first, last = (
         f"{names.name(one)} reaches {one['tokens_per_s']:,.0f} tokens/s at {tables.at(one, *ends)}"
-        for one in (mine.iloc[0], mine.iloc[-1])
+        for _, one in mine.iterrows()
     )
     again = last.removeprefix(f"{names.name(mine.iloc[0])} reaches ")  # one system is named once
     return f"{first}." if first == last else f"{first} and {again}."
+
+
+def _both_ends(study: Study, ready: pd.DataFrame) -> pd.DataFrame:
+    """The lines at the two ends of x: of `fast` where it was measured."""
+    fast = ready[ready["family"] == "megatrain_fast"]
+    return tables.sort(study, fast if len(fast) > 1 else ready).iloc[[0, -1]]
 
 
 def _effect(study: Study, ready: pd.DataFrame, others: Sequence[pd.DataFrame]) -> str:
@@ -125,6 +148,8 @@ def _effect(study: Study, ready: pd.DataFrame, others: Sequence[pd.DataFrame]) -
     if ends == [False, True]:
         told = f"With the {names.setting(x)}, tokens/s change by {known}."
         resumed = _resumed(new)
+        seen = [two for _, two in filter(None, (_pair(study, one) for one in others))]
+        resumed += _resumed_elsewhere(new, seen)
     else:
         going = f"{' to '.join(names.value(x, end) for end in ends)} {names.setting(x)}"
         going += f", with {' and '.join(tables.at(new, path) for path in at)}," if at else ""
@@ -153,8 +178,18 @@ def _resumed(line: Any) -> str:
     if apart is None:
         return ""
     if apart == 0:
-        return " Another process resumed it, and had the first one's losses bit for bit."
-    return f" Another process resumed it: its losses lie {apart:.2g} nats from the first one's."
+        return " Another process resumed the state, and had the first one's losses bit for bit."
+    return (
+        f" Another process resumed the state: its losses lie {apart:.2g} nats from the first one's."
+    )
+
+
+def _resumed_elsewhere(line: Any, others: Sequence[Any]) -> str:
+    """The same of other runs, where it was otherwise."""
+    first = line["counters"].get("resumed_difference")
+    known = [one["counters"].get("resumed_difference") for one in others]
+    most = max((one for one in known if one is not None), default=first)
+    return "" if most == first else f" In another run they lie up to {most:.2g} nats apart."
 
 
 def _settings(study: Study, ready: pd.DataFrame) -> str:

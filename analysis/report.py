@@ -110,7 +110,7 @@ def index(lines: pd.DataFrame, results: Path) -> str:
         {
             "study": f"[{study.title}]({study.name}/README.md)",
             "answer": answers.answer(study, mine),
-            "machine": names.machine(studies.leading(study, mine)),
+            "machine": names.machine(answers.lines_of(study, mine)),
             "runs": str(mine["run"].nunique()),
         }
         for study, mine in studies.shown(lines)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis import names, numbers, record, report, studies
+from analysis import answers, names, numbers, record, report, studies
 from tests.analysis.test_record import BOOT, OTHER, measured
 from tests.made_rows import save
 
@@ -71,6 +71,13 @@ def test_rows_of_a_second_machine_join_the_page_and_no_ratio_spans_the_two(tmp_p
     assert "1.00x" in first
     assert "deadbeef" in second
     assert "x |" not in second
+
+
+def test_an_answer_of_two_runs_names_both_machines() -> None:
+    ((study, mine),) = [one for one in studies.shown(LINES) if one[0].name == "context_length"]
+    told = answers.answer(study, mine)
+    for _, line in answers.lines_of(study, mine).iterrows():
+        assert f"{line['tokens_per_s']:,.0f} tokens/s" in told
 
 
 @pytest.mark.parametrize(

@@ -569,6 +569,8 @@ def test_a_saved_state_stands_beside_what_it_costs() -> None:
     assert "other run" not in told
     both = pd.concat([found.assign(run="1"), found.assign(run="2")], ignore_index=True)
     assert " In another run it is −4.8%. Another process" in answers.answer(study, both)
+    both.at[1, "counters"] = both.at[1, "counters"] | {"resumed_difference": 0.5}
+    assert answers.answer(study, both).endswith(" In another run they lie up to 0.5 nats apart.")
     exact = dataclasses.replace(rows[1], counters=rows[1].counters | {"resumed_difference": 0.0})
     ((study, found),) = report.sections(framed([rows[0], exact]))
     assert tables.of(study, found)["resumed losses off"].iloc[1] == "0"
