@@ -109,7 +109,7 @@ class MegaTrain(Trainer):
             work,
             blocks,
             recipe=recipe,
-            config=config,
+            config=self._planner.chosen,
             device=device,
             lanes=lanes,
             ranks=ranks,

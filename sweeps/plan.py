@@ -302,6 +302,7 @@ def rate_card(rates: Rates) -> str:
         "peer_bytes": (1e9, "GB/s from other devices"),
         "disk_read_bytes": (1e9, "GB/s from disk"),
         "disk_write_bytes": (1e9, "GB/s to disk"),
+        "adamw_threads": (1, "threads of AdamW"),
     }
     units = [(value, *names[name]) for name, value in dataclasses.asdict(rates).items() if value]
     return ", ".join(f"{value / unit:.4g} {text}" for value, unit, text in units)

@@ -21,7 +21,7 @@ from engine.blocks import Blocks
 from engine.config import ATTENTION, AUTO, PLACED, EngineConfig
 from engine.planner import placement
 from engine.planner.cost import Cost
-from engine.planner.rates import Rates, disk_rates, measure, peer_rate
+from engine.planner.rates import MANY_THREADS, Rates, disk_rates, measure, peer_rate
 from engine.ranks import Ranks
 from engine.sizes import Plan, StoreSpec, Work, device_bytes
 from engine.step import operations
@@ -86,7 +86,7 @@ class Planner:
         if self.ranks.index == 0:
             layer = self.work.layouts[1].numel
             found = measure(
-                self.device, self.num_threads, layer, pinned=pinned, use_native=use_native
+                self.device, self._threads, layer, pinned=pinned, use_native=use_native
             )
         else:
             found = Rates(**dict.fromkeys(names, 0.0))
@@ -100,6 +100,20 @@ class Planner:
             first = self.ranks.stacked(mine)[0].tolist()
             found = Rates(**dict(zip(names, first, strict=True)))
         return found
+
+    @property
+    def _threads(self) -> list[int]:
+        """Numbers of threads that AdamW may run with: the one that is asked for, or all."""
+        asked = self.config.num_threads or self.ranks.count > 1
+        few = asked or self.num_threads <= MANY_THREADS
+        return [self.num_threads] if few else [self.num_threads, self.num_threads // 2]
+
+    @property
+    def chosen(self) -> EngineConfig:
+        """The config with as many threads as AdamW was fastest with, where that was left open."""
+        if self.device.type != "cuda" or len(self._threads) == 1:
+            return self.config
+        return replace(self.config, num_threads=int(self.rates.adamw_threads))
 
     @cached_property
     def _device_memory(self) -> int:

@@ -35,6 +35,9 @@ COPY_ROUNDS, COPY_SECONDS = 8, 0.25
 0.06 s, was once 40% too slow: an H100's copies that did 51 to 55 GB/s in the step that followed."""
 PROBE_SIZE = 8192
 PROBE_BYTES = 1 << 28
+MANY_THREADS = 32
+"""Up to so many AdamW runs with all threads there are. Of more, half may be faster: beside 64 cores
+32 threads updated weights at 10.9 G params/s and 62 at 9.0, so that AdamW is probed with both."""
 DISK_BYTES = 1 << 30
 DISK_SECONDS = 5.0
 
@@ -66,11 +69,13 @@ class Rates:
     evict_bytes: float = 0.0
     """Bytes from the device to pinned host memory while the CPU's AdamW runs; 0 where none was
     looked at."""
+    adamw_threads: float = 0.0
+    """Threads, not a rate: those with which AdamW did this; 0 where nobody said."""
 
 
 def measure(
     device: torch.device,
-    num_threads: int,
+    threads: Sequence[int],
     layer_numel: int,
     *,
     pinned: bool = True,
@@ -79,18 +84,19 @@ def measure(
     """Probe the rates of this machine; two or three seconds, 0.8 GiB of device and 1.1 to 3.8 GiB
     of host memory for that time.
 
-    layer_numel: parameters of a layer of the model, as many as AdamW is probed on. pinned: whether
-    the link is probed from pinned memory. use_native: as AdamW's.
+    threads: numbers of them to probe AdamW with; the fastest counts. layer_numel: parameters of a
+    layer of the model, as many as AdamW is probed on. pinned: whether the link is probed from
+    pinned memory. use_native: as AdamW's.
     """
     try:
-        return _probe(device, num_threads, layer_numel, pinned, use_native)
+        return _probe(device, threads, layer_numel, pinned, use_native)
     finally:
         torch.cuda.empty_cache()
         free_pinned_cache()
 
 
 def _probe(
-    device: torch.device, num_threads: int, layer_numel: int, pinned: bool, use_native: bool
+    device: torch.device, threads: Sequence[int], layer_numel: int, pinned: bool, use_native: bool
 ) -> Rates:
     a = torch.randn(PROBE_SIZE, PROBE_SIZE, dtype=torch.bfloat16, device=device)
     host = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=pinned)
@@ -103,10 +109,10 @@ def _probe(
 
         return all_of_it
 
-    optimizer = AdamW(Recipe(), num_threads=num_threads, use_native=use_native)
+    optimizer = AdamW(Recipe(), num_threads=threads[0], use_native=use_native)
     numel = block_numel(layer_numel)
     updates = _updates(numel, optimizer)
-    adamw, first, second = _params_per_s(numel, updates)
+    adamw, first, second = _with_fastest(threads, optimizer, numel, updates)
     store = whole(lambda: host.copy_(here, non_blocking=True))
     return Rates(
         matmul_flops=2 * PROBE_SIZE**3 / _fastest(whole(lambda: torch.matmul(a, a))),
@@ -117,6 +123,7 @@ def _probe(
         d2h_bytes=PROBE_BYTES / _fastest(store),
         evict_bytes=PROBE_BYTES / _beside(updates[1], store),
         device_bytes=2 * PROBE_BYTES / _fastest(whole(lambda: there.copy_(here))),
+        adamw_threads=optimizer.num_threads,
     )
 
 
@@ -133,6 +140,19 @@ def _updates(numel: int, optimizer: AdamW) -> list[Callable[[], None]]:
     state = BlockState(weight=weight, extra=extra, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
     update = partial(optimizer.step, state, gradient, step=0, scale=1.0)
     return [partial(update, taken=taken) for taken in (Pass.BOTH, Pass.WEIGHTS, Pass.MOMENTS)]
+
+
+def _with_fastest(
+    threads: Sequence[int], optimizer: AdamW, numel: int, updates: Sequence[Callable[[], None]]
+) -> list[float]:
+    """The rates of the number of threads whose passes take the shortest time, which the optimizer
+    is left with."""
+    found = dict[int, list[float]]()
+    for count in threads:
+        optimizer.num_threads = count
+        found[count] = _params_per_s(numel, updates)
+    optimizer.num_threads = min(threads, key=lambda count: sum(1 / rate for rate in found[count]))
+    return found[optimizer.num_threads]
 
 
 def _params_per_s(numel: int, updates: Sequence[Callable[[], None]]) -> list[float]:

@@ -2,10 +2,7 @@
 against brute force."""
 
 import itertools
-import threading
-import time
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +15,6 @@ from engine.blocks import Blocks, Fate
 from engine.config import AUTO, PLACED
 from engine.device import Gradients
 from engine.layout import Layout, pack
-from engine.planner import rates as probing
 from engine.planner.cost import (
     ADAMW_SHARE,
     BESIDE_LOADS,
@@ -464,72 +460,3 @@ def test_what_is_fetched_before_the_loss_is_planned_beside_the_logits(kept, besi
         for number in (0, 2)
     )
     assert offloaded["activations"] - plain["activations"] == beside * wide.moved_bytes
-
-
-def test_a_link_that_is_slow_at_first_is_probed_until_it_is_not() -> None:
-    done: list[int] = []
-
-    def copy() -> None:
-        done.append(1)
-        time.sleep(0.02 if len(done) <= probing.COPY_ROUNDS + 1 else 0.001)
-
-    assert probing._fastest(copy) < 0.01
-
-
-def test_adamw_s_rate_is_that_of_the_block_it_is_probed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An update that takes a moment more than its bytes, whatever its size, is slower on a small
-    block. It is timed on a thread that is not this one, as the lane of a run."""
-    wait, step, done, threads = 0.02, AdamW.step, list[Any](), set[int]()
-
-    def slower(*args: Any, taken: Pass, **options: Any) -> None:
-        time.sleep(wait)
-        step(*args, taken=taken, **options)
-        done.append(taken)
-        threads.add(threading.get_ident())
-
-    monkeypatch.setattr(AdamW, "step", slower)
-    monkeypatch.setattr(probing, "UPDATED", 3 << 12)
-    for numel, rounds in ((1 << 10, 12), (1 << 12, 3)):
-        done.clear()
-        updates = probing._updates(numel, AdamW(Recipe(), num_threads=1))
-        rates = probing._params_per_s(numel, updates)
-        assert all(numel / wait / 2 < rate <= numel / wait for rate in rates)
-        assert done == [Pass.BOTH, Pass.WEIGHTS, Pass.MOMENTS] * (1 + rounds)
-    assert threading.get_ident() not in threads
-
-
-def test_adamw_is_probed_on_a_layer_within_bounds_and_about_as_often() -> None:
-    for layer, probed in ((1, 1 << 26), (77 << 20, 77 << 20), (262 << 20, 1 << 28)):
-        assert probing.block_numel(layer) == probed
-        assert probing.UPDATED * 3 // 4 < probing.UPDATED // probed * probed <= probing.UPDATED
-
-
-def test_a_probe_beside_other_work_is_the_mean_while_that_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(probing, "COPY_SECONDS", 0.2)
-    seen: list[int] = []
-    done: list[int] = []
-
-    def other() -> None:
-        time.sleep(0.001)
-        done.append(1)
-
-    def copy() -> None:
-        time.sleep(0.02 if len(seen) % 2 else 0.04)
-        seen.append(len(done))
-
-    assert 0.03 <= probing._beside(other, copy) < 0.045
-    assert seen[0] < seen[1] < seen[-1], "it did not stop in between"
-    after = len(done)
-    time.sleep(0.02)
-    assert len(done) == after, "and stops with the probe"
-
-
-def test_a_probe_whose_other_work_fails_says_so() -> None:
-    with pytest.raises(OSError, match="gone"):
-        probing._beside(partial(_raise, OSError("gone")), lambda: None)
-
-
-def _raise(error: Exception) -> None:
-    raise error

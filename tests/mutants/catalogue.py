@@ -515,6 +515,23 @@ MUTANTS = (
         ("Z82", "op.part[1] / rates.h2d_bytes", "1 / rates.h2d_bytes"),
     ),
     *_changes(
+        "planner/rates.py",
+        "test_probes.py",
+        ("Z86", "sum(1 / rate for rate in found[count])", "1 / found[count][0]"),
+        ("Z87", "return found[optimizer.num_threads]", "return found[threads[0]]"),
+    ),
+    *_changes(
+        "planner/planner.py",
+        "test_probes.py",
+        ("Z88", "self.config.num_threads or self.ranks.count > 1", "self.config.num_threads"),
+        ("Z89", 'self.device.type != "cuda" or len(self._threads) == 1', "len(self._threads) == 1"),
+    ),
+    *_changes(
+        "megatrain.py",
+        "test_probes.py",
+        ("Z90", "config=self._planner.chosen", "config=config"),
+    ),
+    *_changes(
         "../sweeps/agreement.py",
         "../sweeps/test_agreement.py",
         ("Z83", "LOSS_TOLERANCE if products_of(row.config) == PLAIN else ", ""),
