@@ -54,12 +54,12 @@ def setting(path: str) -> str:
 
 def value(path: str, given: Any) -> str:
     """A value in words: `24` GB of bytes, `32K` tokens, `on` for true."""
-    if path == "machine.device_bytes":
+    if path in ("machine.device_bytes", "machine.host_bytes"):
         return "all" if given is None or pd.isna(given) else f"{given / 1e9:.0f}"
     if path == "num_params":
         return f"{given / 1e9:.1f}B" if given >= 1e8 else f"{given / 1e6:.1f}M"
     if path == "seq_len" and given >= 1024 and given % 1024 == 0:
-        return f"{given // 1024}K"
+        return f"{int(given) // 1024}K"
     if isinstance(given, Hashable) and given in VALUES.get(path, {}):
         return VALUES[path][given]
     if given is None or given != given:
@@ -79,7 +79,7 @@ def machine(lines: pd.DataFrame) -> str:
     were trained on, from the fewest to the most; lines of unlike machines name all there were."""
     known: dict[str, set[Any]] = {
         of: {details[of] for details in lines["machine_details"] if details.get(of)}
-        for of in ("gpu", "num_cores", "host_bytes")
+        for of in ("gpu", "host_bytes")
     }
     told_gpu = "no GPU"
     if known["gpu"]:
@@ -87,13 +87,23 @@ def machine(lines: pd.DataFrame) -> str:
         many = " to ".join(map(str, numbers)) if numbers != [1] else "one"
         named = " or ".join(sorted({gpu(name) for name in known["gpu"]}))
         told_gpu = f"{many} {named}{'s' if numbers != [1] else ''}"
-    told = f"{told_gpu}, {' or '.join(map(str, sorted(known['num_cores'])))} cores"
+    told = f"{told_gpu}, {' or '.join(_cores(lines))} cores"
     host = sorted({f"{num_bytes / 1e9:.0f}" for num_bytes in known["host_bytes"]}, key=int)
     return (
         f"{told}, {' to '.join(dict.fromkeys((host[0], host[-1])))} GB of host memory"
         if host
         else told
     )
+
+
+def _cores(lines: pd.DataFrame) -> list[str]:
+    """`16`, or `16 of 64` where a process was kept to some of its host's, the fewest first."""
+    counts = {
+        (mine, details.get("host_cores") or mine)
+        for details in lines["machine_details"]
+        if (mine := details.get("num_cores"))
+    }
+    return [f"{mine} of {there}" if mine < there else str(mine) for mine, there in sorted(counts)]
 
 
 def work(lines: pd.DataFrame) -> str:

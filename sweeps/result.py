@@ -151,11 +151,12 @@ class Row:
     window_counters: list[dict[str, float]] = field(default_factory=list)
     """The same of each window alone, in the order of step_s; empty in older rows."""
     machine: dict[str, Any] = field(default_factory=dict)
-    """gpu, num_gpus, device_bytes, cpu, num_cores, numa_nodes, huge_pages, host_bytes, boot,
-    matrix_peak_tflops, matrix_sustained_tflops, datasheet_tflops. boot: eight hex digits, the same
-    in rows of one machine between two of its starts. huge_pages: when the kernel backs host memory
-    with them, always, madvise or never. These two and numa_nodes are None where unreadable; older
-    rows lack them, and matrix_sustained_tflops."""
+    """gpu, num_gpus, device_bytes, cpu, num_cores, host_cores, numa_nodes, huge_pages, host_bytes,
+    boot, matrix_peak_tflops, matrix_sustained_tflops, datasheet_tflops. num_cores: those that the
+    process may use, of the host_cores there are. boot: eight hex digits, the same in rows of one
+    machine between two of its starts. huge_pages: when the kernel backs host memory with them,
+    always, madvise or never. These two and numa_nodes are None where unreadable; older rows lack
+    them, host_cores and matrix_sustained_tflops."""
     versions: dict[str, str] = field(default_factory=dict)
     allocator: str | None = None
     """PYTORCH_ALLOC_CONF of the cell's process: the bench's, or the user's in its place; None in

@@ -140,7 +140,7 @@ REQUIRED = tuple(
 INSIDE: dict[str, dict[str, Any]] = {
     "machine": {
         **dict.fromkeys(("gpu", "cpu", "boot", "huge_pages"), str | None),
-        **dict.fromkeys(("num_gpus", "num_cores", "numa_nodes"), int | None),
+        **dict.fromkeys(("num_gpus", "num_cores", "host_cores", "numa_nodes"), int | None),
         **dict.fromkeys(("device_bytes", "host_bytes"), float | None),
         **dict.fromkeys(
             ("matrix_peak_tflops", "matrix_sustained_tflops", "datasheet_tflops"), float | None

@@ -1,5 +1,6 @@
 """The figures that a study can ask for by its `figure` in studies.yaml."""
 
+import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (2, 2)), (0, (5, 1, 1, 1)))
 SCALED = ("num_params", "batch_size", "seq_len", "machine.device_bytes")
 """What is drawn on a logarithmic axis, for it doubles from point to point."""
 RIVALS = ("zero3", "zero3_twinflow")
+LEGEND = 26
+"""Letters in a line of the legend beside lines."""
 FILLS = {"compiled": "left", "kept": "bottom", "kept compiled": "top"}
 """The half of a mark that is filled, by how a rival was run."""
 Look = dict[str, Any]
@@ -106,7 +109,8 @@ def along(study: Study, lines: pd.DataFrame, beside: pd.DataFrame) -> Figure:
     shown = tables.sort(study, pd.concat([ready, _rivals(study, ready, beside)]))
     shown = shown.assign(x=pd.to_numeric(shown[study.x].fillna(0)))
     for order, (label, mine, look) in enumerate(_series(study, shown)):
-        _line(axes, study, mine, look | {"label": label, "zorder": 3 + order}, shown["x"])
+        look |= {"label": textwrap.fill(label, LEGEND), "zorder": 3 + order}
+        _line(axes, study, mine, look, shown["x"])
     ahead = lines[
         lines["tokens_per_s"].isna() & (lines["predicted"] > 0) & (study.x == "num_ranks")
     ]
@@ -124,6 +128,8 @@ def along(study: Study, lines: pd.DataFrame, beside: pd.DataFrame) -> Figure:
     if x in SCALED:
         axes.set_xscale("log", base=2)
     axes.set_xticks([float(value) for value in known], words)
+    if len(known) > 8:
+        axes.tick_params(axis="x", labelsize=6.5)
     axes.minorticks_off()
     axes.set(xlabel=names.setting(x), ylabel=names.setting(study.value), ylim=(0, None))
     axes.yaxis.set_major_formatter("{x:,.0f}")
@@ -155,7 +161,8 @@ def _series(study: Study, shown: pd.DataFrame) -> Iterator[tuple[str, pd.DataFra
         rest = mine.apply(lambda line: tables.at(line, *study.rest), axis=1)
         for at, (told, part) in enumerate(part for part in mine.groupby(rest, sort=False)):
             dashed = {"linestyle": DASHES[at % len(DASHES)]} if at else {}
-            yield ", ".join(filter(None, [label, told])), part, look | dashed
+            alone = {"marker": "*", "markersize": 9} if at and len(part) == 1 else {}
+            yield ", ".join(filter(None, [label, told])), part, look | dashed | alone
 
 
 def _fill(mode: str) -> Look:

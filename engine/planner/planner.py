@@ -85,9 +85,7 @@ class Planner:
         pinned, use_native = self.config.pinned != "none", not self.config.torch_adamw
         if self.ranks.index == 0:
             layer = self.work.layouts[1].numel
-            found = measure(
-                self.device, self._threads, layer, pinned=pinned, use_native=use_native
-            )
+            found = measure(self.device, self._threads, layer, pinned=pinned, use_native=use_native)
         else:
             found = Rates(**dict.fromkeys(names, 0.0))
         if self.config.disk_blocks and self.ranks.index == 0:

@@ -192,3 +192,12 @@ def test_unlike_machines_are_told_together() -> None:
     found = pd.DataFrame({"machine_details": details, "num_ranks": 1})
     told = "one H100 or H200, 16 or 32 cores, 135 to 270 GB of host memory"
     assert names.machine(found) == told
+
+
+def test_cores_of_a_host_that_a_process_was_kept_from_are_told() -> None:
+    counts = [(16, None), (16, 16), (16, 64), (64, 64)]
+    details = [{"num_cores": mine, "host_cores": there} for mine, there in counts]
+    found = pd.DataFrame({"machine_details": details, "num_ranks": 1})
+    assert names.machine(found[:2]) == "no GPU, 16 cores"
+    assert names.machine(found[2:3]) == "no GPU, 16 of 64 cores"
+    assert names.machine(found) == "no GPU, 16 or 16 of 64 or 64 cores"

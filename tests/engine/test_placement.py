@@ -10,7 +10,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.activations import Widths
-from engine.adamw import AdamW, Pass
 from engine.blocks import Blocks, Fate
 from engine.config import AUTO, PLACED
 from engine.device import Gradients
@@ -34,7 +33,6 @@ from engine.planner.placement import (
     usable,
 )
 from engine.planner.rates import Rates
-from engine.recipe import Recipe
 from engine.sizes import StoreSpec, Work, device_bytes
 from engine.step import Kind, Op, operations
 from engine.timeline import Interval, last_step, simulate, window_s

@@ -70,3 +70,10 @@ def test_a_row_says_how_its_hosts_memory_is_laid_out(tmp_path, monkeypatch):
     found = environment.machine(Machine(), None)
     assert (found["numa_nodes"], found["huge_pages"]) == (3, "madvise")
     assert environment.numa_nodes() == [0, 1, 10]
+
+
+def test_a_row_says_of_how_many_cores_its_process_had_some(monkeypatch):
+    monkeypatch.setattr(environment.os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(environment.os, "sched_getaffinity", lambda process: set(range(16, 32)))
+    found = environment.machine(Machine(), None)
+    assert (found["num_cores"], found["host_cores"]) == (16, 64)

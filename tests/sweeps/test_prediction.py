@@ -27,11 +27,13 @@ OPTIONS = {
     "keep_activations": "kept_layers",
     "offload_activations": "offloaded_layers",
     "checkpoint_interval": "checkpoint_interval",
+    "keep_attention": "kept_attention",
+    "offload_attention": "offloaded_attention",
     "reload_weights": "reload_weights",
     "disk_blocks": "disk_blocks",
 }
 """Option of the engine -> what a row calls the number that was chosen for it; older rows never
-chose the last."""
+chose the last four."""
 
 
 def measured() -> dict[str, Row]:
@@ -70,6 +72,12 @@ UNEXPLAINED = {
     "read half of what the run did (docs/log.md, 170)",
     "tier/2026-11-26_h100-16c_c436eaaa/e78ddcbadf93": "8,192 tokens, 12 blocks on disk: 15.02% "
     "over; the drive did 1.0 GB/s, and 1.13 when it was probed",
+    "context_length/2026-11-28_h200-16c_73f53d93/7e63866a5e5d": "256K tokens: 12% over; one step "
+    "without a warm-up, in which it compiles (docs/log.md, 194)",
+    "context_length/2026-11-28_h200x2-32c_8dbd632a/d82742560b05": "512K tokens: 40% over; nothing of "
+    "attention was kept in the first step (docs/log.md, 192)",
+    "context_length/2026-11-28_h200-16c_7ccb661d/680228163ac8": "4,096 tokens: 12% under; perhaps "
+    "AdamW, probed beside three other cells (docs/log.md, 202)",
     "batch_size/2026-11-21_h200-16c_t2118/5d45b3e2bc00": "2,048 tokens, all AdamW: 15% under",
 }
 
