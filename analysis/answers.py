@@ -158,13 +158,29 @@ def _effect(study: Study, ready: pd.DataFrame, others: Sequence[pd.DataFrame]) -
     again = sorted(speeds.ratio(two, one) for one, two in filter(None, found))
     if study.rest:
         told = f"{tables.at(new, *study.rest)}: {told[0].lower()}{told[1:]}"
-    return told + _elsewhere([one.change for one in again]) + resumed
+    told += _elsewhere([one.change for one in again])
+    return told + resumed + _at_others(study, ready)
 
 
-def _pair(study: Study, ready: pd.DataFrame) -> tuple[Any, Any] | None:
-    """The lines at both ends of the effect; None where one is missing."""
-    for path, value in study.effect.get("at", {}).items():
-        ready = ready[ready[path] == value]
+def _at_others(study: Study, ready: pd.DataFrame) -> str:
+    """The change of the leading run at the other values of what the effect is `at`."""
+    told = []
+    for where, mine in ready.groupby(lambda place: _where(study, ready.loc[place]), sort=False):
+        pair = _pair(study, mine, elsewhere=True)
+        told += [f"{where} {speeds.ratio(*pair[::-1]).change}"] if pair else []
+    return f" Elsewhere in this run: {'; '.join(told)}." if told else ""
+
+
+def _where(study: Study, line: Any) -> str:
+    return " and ".join(tables.at(line, path) for path in study.effect.get("at", {}))
+
+
+def _pair(study: Study, ready: pd.DataFrame, *, elsewhere: bool = False) -> tuple[Any, Any] | None:
+    """The lines at both ends of the effect; None where one is missing. elsewhere: not where the
+    effect is `at`."""
+    asked = pd.Series(study.effect.get("at", {}), dtype=object)
+    there = (ready[list(asked.index)] == asked).all(axis=1)
+    ready = ready[there != elsewhere]
     old, new = (ready[ready[str(study.x)] == study.effect[end]] for end in ("from", "to"))
     for _, line in old.sort_values("tokens_per_s", ascending=False).iterrows():
         for _, other in tables.alike(study, new, line).iterrows():
