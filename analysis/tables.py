@@ -199,7 +199,7 @@ def _memory(lines: pd.DataFrame) -> dict[str, pd.Series]:
 def _disk(lines: pd.DataFrame) -> dict[str, pd.Series]:
     """Where some line has state on disk: how much, and what the drives were probed to do each way
     at once; and the speed that was predicted of it, or of what has no room."""
-    on_disk, shown = lines["disk_gb"].notna() & lines["tokens_per_s"].notna(), {}
+    on_disk, shown = lines["disk_gb"].notna(), {}
     if on_disk.any():
         shown["disk GB"] = _text(lines["disk_gb"].where(on_disk), ".0f")
         shown["drive GB/s"] = _text(lines["drive_gb_s"].where(on_disk), ".2f")
