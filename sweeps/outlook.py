@@ -251,8 +251,9 @@ def outlook_here(cell: Cell, probed: dict[Any, Rates], *, predict: bool = True) 
         return outlook_of(built(cell), cell)
     if not predict or cell.dtype != "bfloat16":
         return None
-    beside = cell.process.num_ranks > 1, drives_of(cell.config)
-    key = cell.options.get("pinned"), cell.options.get("torch_adamw"), *beside
+    process = cell.process.num_ranks > 1, cell.process.omp_num_threads
+    options = cell.options.get("pinned"), cell.options.get("torch_adamw")
+    key = options, process, drives_of(cell.config)
     engine = built(cell, rates=probed.get(key))
     probed[key] = engine.rates
     return outlook_of(engine, cell)

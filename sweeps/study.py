@@ -222,16 +222,18 @@ def _blame(outcome: Outcome, crowd: Crowd | None) -> None:
 
 
 def known_rates(cell: Cell, rows: Rows) -> dict[str, float] | None:
-    """What an earlier cell of the folder probed here, in the same way and at the same commit.
+    """What an earlier cell of the folder probed here at this commit, in the same way, on as many
+    cores.
 
     Probes of one machine differ, and the placements that follow from them; but the cells of a
     study are to differ in what it varies. None for other systems.
     """
-    here, commit = environment.boot(), environment.git_commit()
-    if cell.system != "megatrain" or here is None:
+    machine, commit = environment.machine(cell.machine, None), environment.git_commit()
+    if cell.system != "megatrain" or machine["boot"] is None:
         return None
     for row in rows.of(cell):
-        mine = (row.system, row.machine.get("boot"), row.git_commit) == (cell.system, here, commit)
+        alike = all(row.machine.get(name) == machine[name] for name in ("boot", "num_cores"))
+        mine = alike and (row.system, row.git_commit) == (cell.system, commit)
         if (
             mine
             and row.config

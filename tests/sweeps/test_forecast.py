@@ -210,6 +210,9 @@ def test_the_cost_model_predicts_the_engine_on_a_gpu(monkeypatch: pytest.MonkeyP
             }
         )
     assert len(probed) == 1
+    threads = {"process": {**cells[0].config["process"], "omp_num_threads": 3}}
+    outlook.outlook_here(cell_from({**cells[0].config, **threads}), memory)
+    assert len(probed) == 2, "with other threads AdamW has another rate"
     assert not any(map(wrong, json.loads(json.dumps(seen))))
     monkeypatch.setattr(outlook, "run_isolated", lambda *_, **__: Outcome(events=seen))
     first, second, last = outlook.outlooks(cells).values()

@@ -70,7 +70,13 @@ def test_a_cell_plans_with_what_an_earlier_one_had_probed(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "fields",
-    [{"git_commit": "another"}, {"machine": {"boot": "another"}}, {"machine": {}}, {"plan": {}}],
+    [
+        {"git_commit": "another"},
+        {"machine": {"boot": "another"}},
+        {"machine": {"boot": environment.boot(), "num_cores": 4096}},
+        {"machine": {}},
+        {"plan": {}},
+    ],
 )
 def test_rates_of_another_machine_or_commit_are_probed_anew(
     tmp_path: Path, fields: dict[str, Any]
