@@ -37,6 +37,8 @@ from sweeps.identity import PLAIN, configuration, drives_of, products_of
 from sweeps.isolate import Event, Outcome, guarded, run_isolated
 from sweeps.memory import NoDevice, host_bytes
 
+FEWER_INPUTS = {"checkpoint_interval": -1, "offload_activations": 0}
+"""Options of the engine that take least of a device, at the price of recomputing more."""
 SPARE = 0.05
 """Share of the host's memory that copies of states leave free beside the plan."""
 OUTLOOKS_S = 120.0
@@ -119,9 +121,21 @@ def outlook_of(system: Any, cell: Cell, *, elsewhere: bool = False) -> Outlook:
     if on_gpu and plain and isinstance(system, MegaTrain):
         events.append({"event": "predicted", "prediction": _prediction(system, cell)})
     refusal = refusal_of(plan, cell)
+    if refusal and on_gpu and isinstance(system, MegaTrain):
+        refusal += _what_fits(system, cell)
     if not elsewhere:
         refusal = lacks_gpus(cell) or refusal or lacks_disk(plan, cell)
     return Outlook(events=events, refusal=refusal)
+
+
+def _what_fits(engine: MegaTrain, cell: Cell) -> str:
+    """The options with which the same model and shape have room, where there are such."""
+    spec = cell.spec()
+    spec = dataclasses.replace(spec, options={**spec.options, **FEWER_INPUTS})
+    if refusal_of(megatrain.build(spec, rates=engine.rates).plan(), cell):
+        return ""
+    told = " ".join(f"system.{name}={value}" for name, value in FEWER_INPUTS.items())
+    return f"; or set {told}, with which it fits"
 
 
 def lacks_gpus(cell: Cell) -> str | None:

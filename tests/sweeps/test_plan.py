@@ -170,6 +170,29 @@ def test_what_does_not_fit_or_is_mistyped_is_one_line(arguments, code, said, cap
     assert len(captured.err.splitlines()) == (code == 2)
 
 
+def test_a_device_too_small_for_every_input_is_told_the_options_that_fit(capsys, monkeypatch):
+    """And they do; on one that nothing fits they are not named."""
+    small = ["model=qwen2.5-7b", "shape=b32x1024", "shape.num_micro_batches=8"]
+    small += ["system=megatrain_fast", "+rates=h200_16cores", "machine.host_bytes=135000000000"]
+
+    def said(*more: str) -> tuple[int, str]:
+        monkeypatch.setattr("sys.argv", ["plan", *small, *more])
+        code = main()
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    code, refused = said("system.loss_chunk=1024", "machine.device_bytes=16000000000")
+    assert (code, "which needs 17," in refused) == (1, True)
+    _, _, told = refused.partition("; or set ")
+    options, _, rest = told.partition(", ")
+    assert rest.strip() == "with which it fits"
+    code, fits = said(
+        "system.loss_chunk=1024", "machine.device_bytes=16000000000", *options.split()
+    )
+    assert (code, "\nfits\n" in fits) == (0, True)
+    assert "or set" not in said("system.loss_chunk=1024", "machine.device_bytes=8000000000")[1]
+
+
 def test_a_plan_says_what_windows_will_read(capsys, monkeypatch):
     """The headline's own: 4.99 s in windows of five steps by the machine's probe, from which most
     of these rates are."""
