@@ -43,7 +43,8 @@ def markdown(study: Study, lines: pd.DataFrame, picture: str = "") -> str:
             about = ", ".join(filter(None, [names.work(mine), f"run `{run}`."]))
             parts += [f"## {run[:10]}: {names.machine(mine)}", about[0].upper() + about[1:]]
             parts += [tables.markdown(tables.of(study, mine))]
-            parts += ["\n".join(f"- {note}" for note in tables.notes(mine))]
+            told = [*tables.notes(mine), *filter(None, [study.notes.get(run)])]
+            parts += ["\n".join(f"- {note}" for note in told)]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 

@@ -43,6 +43,7 @@ class Study:
     beside: Sequence[str] = ()
     paper: str | None = None
     superseded: Sequence[str] = ()
+    notes: dict[str, str] = field(default_factory=dict)
 
     @property
     def axes(self) -> list[str]:

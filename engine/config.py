@@ -100,8 +100,8 @@ class EngineConfig:
     """Host memory that copies touch: exact (one pinned arena), torch (pinned by torch, rounded up),
     none (pageable). CUDA only."""
     num_threads: int = 0
-    """CPU threads of the optimizer, at most 4096; 0 takes all cores, but two beside a GPU, and
-    beside one and more than 32 of them half as many where AdamW is then probed to be faster."""
+    """CPU threads of the optimizer, at most 4096. 0: as many as there are cores; beside a GPU two
+    fewer, or half of those where they are more than 32 and half is probed to be faster."""
     torch_adamw: bool = False
     """Run AdamW through torch, for a machine without a C++ compiler: the same bits, several times
     slower."""

@@ -233,6 +233,7 @@ def known_rates(cell: Cell, rows: Rows) -> dict[str, float] | None:
         return None
     for row in rows.of(cell):
         alike = all(row.machine.get(name) == machine[name] for name in ("boot", "num_cores"))
+        alike = alike and (row.num_ranks > 1) == (cell.process.num_ranks > 1)
         mine = alike and (row.system, row.git_commit) == (cell.system, commit)
         if (
             mine

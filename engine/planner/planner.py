@@ -102,16 +102,18 @@ class Planner:
     @property
     def _threads(self) -> list[int]:
         """Numbers of threads that AdamW may run with: the one that is asked for, or all."""
-        asked = self.config.num_threads or self.ranks.count > 1
-        few = asked or self.num_threads <= MANY_THREADS
+        fixed = self.config.num_threads or self.config.torch_adamw or self.ranks.count > 1
+        few = fixed or self.num_threads <= MANY_THREADS
         return [self.num_threads] if few else [self.num_threads, self.num_threads // 2]
 
     @property
     def chosen(self) -> EngineConfig:
-        """The config with as many threads as AdamW was fastest with, where that was left open."""
+        """The config with as many threads as AdamW was fastest with, where that was left open: it
+        is probed for that alone where no rate was asked for before."""
         if self.device.type != "cuda" or len(self._threads) == 1:
             return self.config
-        return replace(self.config, num_threads=int(self.rates.adamw_threads))
+        fastest = int(self.rates.adamw_threads)
+        return replace(self.config, num_threads=fastest if fastest in self._threads else 0)
 
     @cached_property
     def _device_memory(self) -> int:

@@ -36,8 +36,9 @@ COPY_ROUNDS, COPY_SECONDS = 8, 0.25
 PROBE_SIZE = 8192
 PROBE_BYTES = 1 << 28
 MANY_THREADS = 32
-"""Up to so many AdamW runs with all threads there are. Of more, half may be faster: beside 64 cores
-32 threads updated weights at 10.9 G params/s and 62 at 9.0, so that AdamW is probed with both."""
+"""Where there are no more, AdamW is probed with all; else with half of them too. Beside 64 cores 62
+threads were probed to update weights at 9.0 G params/s and 32 at 10.9, at which a run is planned
+that is faster than with the first (docs/log.md, 205)."""
 DISK_BYTES = 1 << 30
 DISK_SECONDS = 5.0
 
@@ -145,8 +146,8 @@ def _updates(numel: int, optimizer: AdamW) -> list[Callable[[], None]]:
 def _with_fastest(
     threads: Sequence[int], optimizer: AdamW, numel: int, updates: Sequence[Callable[[], None]]
 ) -> list[float]:
-    """The rates of the number of threads whose passes take the shortest time, which the optimizer
-    is left with."""
+    """The rates of the number of threads whose updates take the shortest time together, which the
+    optimizer is left with."""
     found = dict[int, list[float]]()
     for count in threads:
         optimizer.num_threads = count

@@ -55,7 +55,7 @@ def test_adamw_is_probed_on_a_layer_within_bounds_and_about_as_often() -> None:
 
 
 def test_adamw_runs_with_the_threads_that_were_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the two passes together, of which one alone may say otherwise."""
+    """By all updates together, of which one alone may say otherwise."""
     seconds = {
         62: {Pass.BOTH: 0.001, Pass.WEIGHTS: 0.020, Pass.MOMENTS: 0.001},
         31: {Pass.BOTH: 0.003, Pass.WEIGHTS: 0.005, Pass.MOMENTS: 0.004},
@@ -95,6 +95,7 @@ def test_half_the_threads_are_tried_where_there_are_many() -> None:
     assert chosen(40, asked=40) == ([40], 40)
     assert chosen(62, num_ranks=4) == ([62], 0)
     assert chosen(62, device=torch.device("cpu"))[1] == 0
+    assert chosen(80) == ([80, 40], 0), "given rates of another machine"
 
 
 def test_the_engine_runs_adamw_with_the_threads_that_were_chosen(

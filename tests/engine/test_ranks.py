@@ -416,7 +416,7 @@ def test_rates_are_the_first_rank_s_on_all(monkeypatch):
     """Each would choose a placement of its own, and then wait for the others for ever."""
     probed, layers = list[int](), list[int]()
 
-    def measure(device: Any, num_threads: int, layer_numel: int, **_: Any) -> Any:
+    def measure(device: Any, threads: Any, layer_numel: int, **_: Any) -> Any:
         probed.append(layer_numel)
         return H200
 

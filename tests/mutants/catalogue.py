@@ -523,7 +523,7 @@ MUTANTS = (
     *_changes(
         "planner/planner.py",
         "test_probes.py",
-        ("Z88", "self.config.num_threads or self.ranks.count > 1", "self.config.num_threads"),
+        ("Z88", "self.config.torch_adamw or self.ranks.count > 1", "self.config.torch_adamw"),
         ("Z89", 'self.device.type != "cuda" or len(self._threads) == 1', "len(self._threads) == 1"),
     ),
     *_changes(

@@ -72,6 +72,7 @@ def test_a_cell_plans_with_what_an_earlier_one_had_probed(tmp_path: Path) -> Non
     "fields",
     [
         {"git_commit": "another"},
+        {"num_ranks": 2},
         {"machine": {"boot": "another"}},
         {"machine": {"boot": environment.boot(), "num_cores": 4096}},
         {"machine": {}},
