@@ -172,8 +172,9 @@ def _at_others(study: Study, ready: pd.DataFrame) -> str:
 
 
 def _where(study: Study, line: Any) -> str:
-    at = [path for path in study.effect.get("at", {}) if path not in study.rest]
-    return " and ".join(tables.at(line, path) for path in (*at, *study.rest))
+    return " and ".join(
+        tables.at(line, path) for path in (*study.effect.get("at", {}), *study.rest)
+    )
 
 
 def _pair(study: Study, ready: pd.DataFrame, *, elsewhere: bool = False) -> tuple[Any, Any] | None:

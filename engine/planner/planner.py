@@ -101,7 +101,8 @@ class Planner:
 
     @property
     def _threads(self) -> list[int]:
-        """Numbers of threads that AdamW may run with: the one that is asked for, or all."""
+        """Numbers of threads that AdamW may run with: the one that is asked for, or all; of many,
+        half of them too."""
         fixed = self.config.num_threads or self.config.torch_adamw or self.ranks.count > 1
         few = fixed or self.num_threads <= MANY_THREADS
         return [self.num_threads] if few else [self.num_threads, self.num_threads // 2]

@@ -57,6 +57,8 @@ def test_every_study_has_a_page_with_question_answer_table_and_origin() -> None:
         assert "| --- " not in text.split("## ")[0]
         assert "## Measure it again" in text
         assert "## Where the rows come from" in text
+        for run, note in study.notes.items():
+            assert f"\n- {note}\n" in text.split(f"run `{run}`")[1].split("\n## ")[0]
         for run in study.superseded:
             assert (record.RESULTS / study.name / f"{run}.jsonl").exists(), run
 
