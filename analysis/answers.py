@@ -1,6 +1,6 @@
 """The answer of a study in a sentence or two, which its page begins with and its figure too."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pandas as pd
@@ -131,9 +131,16 @@ def _ends(study: Study, ready: pd.DataFrame) -> str:
 
 
 def _both_ends(study: Study, ready: pd.DataFrame) -> pd.DataFrame:
-    """The lines at the two ends of x: of `fast` where it was measured."""
+    """The lines at the two ends of x: of `fast` where it was measured, and of the GPU of the first
+    line where several runs have that end."""
     fast = ready[ready["family"] == "megatrain_fast"]
-    return tables.sort(study, fast if len(fast) > 1 else ready).iloc[[0, -1]]
+    ends = tables.sort(study, fast if len(fast) > 1 else ready)
+    gpus = ready["machine_details"].map(lambda machine: machine.get("gpu"))
+    ends = ends.assign(_own=gpus == gpus.iloc[0])  # of equal x the own GPU last, then first
+    x = str(study.x)
+    last = ends.sort_values([x, "_own"], kind="stable").iloc[[-1]]
+    first = ends.sort_values([x, "_own"], ascending=[True, False], kind="stable").iloc[[0]]
+    return pd.concat([first, last]).drop(columns="_own")
 
 
 def _effect(study: Study, ready: pd.DataFrame, others: Sequence[pd.DataFrame]) -> str:
@@ -271,13 +278,27 @@ def _quality(main: pd.DataFrame, others: Sequence[pd.DataFrame]) -> str:
     widest = max((_spread(_ends_of(other, exact=True)["mean"]) for other in others), default=0.0)
     if len(same) > 1 and widest > _spread(same["mean"]):
         told.append(f"In another run systems with an exact master end {widest:.2g} nats apart.")
+    told += _in_float8(main)
+    told += (f"In another run {one}" for other in others for one in _in_float8(other))
     return " ".join(told)
+
+
+def _in_float8(lines: pd.DataFrame) -> Iterator[str]:
+    """Where each line that multiplied in float8 ends beside the same system in bf16, in one run."""
+    plain, known = lines[lines["plain"]], lines["heldout_loss"].notna()
+    for _, line in lines[~lines["plain"] & known].iterrows():
+        of = line["family"].removesuffix("_float8")
+        same = plain[(plain["family"] == of) & plain["caveat"].isna()]
+        gap = line["heldout_loss"] - same["heldout_loss"].mean()
+        if not pd.isna(gap):
+            apart = f"{abs(gap):.2g} nats {'above' if gap > 0 else 'below'}"
+            yield f"{names.name(line)} ends {apart} {names.name(same.iloc[0])} on held-out text."
 
 
 def _ends_of(lines: pd.DataFrame, *, exact: bool) -> pd.DataFrame:
     """Mean, min, max and count of the held-out losses over the seeds of each system that trained
-    everything, with an exact master or without; by its name."""
-    mine = ~lines["system"].isin(ADAPTERS) & (lines["caveat"].isna() == exact)
+    everything in bf16 products, with an exact master or without; by its name."""
+    mine = ~lines["system"].isin(ADAPTERS) & (lines["caveat"].isna() == exact) & lines["plain"]
     known = lines[mine & lines["heldout_loss"].notna()]
     ends = known["heldout_loss"].groupby(tables.labels(known, seeds=False), sort=False)
     return ends.agg(["mean", "min", "max", "count"])

@@ -3,6 +3,9 @@
     <!--{ratio:vs_zero3_14b/fast/zero3}-->1.75x<!--/-->          shown as 1.75x
     <!--{interval:vs_zero3_7b@ba71c3ca/fast/twinflow}-->...   of that run, else the leading one
     <!--{share:saving@2fa189ef/fast}-->95%<!--/-->               of the peak that its GPU sustains
+    <!--{heldout:quality@98d7b6ad/fast_float8}-->0.37<!--/-->    nats at the end of a row
+    <!--{gain:zero3_kept-h200-32cores}-->1.05x<!--/-->           a search's best over where it began
+    <!--{trials:zero3_kept-h200-32cores}-->3<!--/-->             how many trials it had
     <!--{table:vs_zero3_14b/5}-->                                the first lines of its table
 
 A line is named by its family, less megatrain_ and zero3_, and, where several ran, its mode: `fast`,
@@ -11,6 +14,7 @@ the engine nor the reference. Of several lines that fit, the fastest counts. Inv
 numbers are exactly what its markers give, or a test fails.
 """
 
+import json
 import re
 from contextlib import suppress
 from typing import Any
@@ -18,6 +22,7 @@ from typing import Any
 import pandas as pd
 
 from analysis import names, speeds, studies, tables
+from sweeps.identity import TUNED
 
 MARKER = re.compile(r"(<!--\{([a-z_]+):([^}]*)\}-->).*?<!--/-->", re.DOTALL)
 
@@ -54,6 +59,8 @@ def ratios(lines: pd.DataFrame, selectors: list[str]) -> list[speeds.Ratio]:
 def number(kind: str, what: str, lines: pd.DataFrame) -> str:
     """The text of one marker. Raises ValueError, one line, that names it."""
     place, *selectors = what.split("/")
+    if kind in ("trials", "gain"):
+        return _search(kind, place)
     try:
         here, every = run_of(place, lines), lines[lines["study"] == place]
         asked: list[Any] = selectors
@@ -64,6 +71,8 @@ def number(kind: str, what: str, lines: pd.DataFrame) -> str:
                 return f"{one['tokens_per_s']:,.0f}"
             case "share", [one] if not pd.isna(one["mfu_sustained"]):
                 return f"{one['mfu_sustained']:.0%}"
+            case "heldout", [one] if not pd.isna(one["heldout_loss"]):
+                return f"{one['heldout_loss']:.4f}"
             case "repeats", [one]:
                 return str(one["num_repeats"])
             case "machine", [one]:
@@ -85,10 +94,19 @@ def number(kind: str, what: str, lines: pd.DataFrame) -> str:
                 x = str(studies.of_rows(place, every).x)
                 known = every[every["tokens_per_s"].notna()][x].dropna()
                 return names.value(x, int(known.min() if kind == "least" else known.max()))
-        allowed = "speed, share, repeats, machine, ratio, interval, spread, runs, least, most"
-        raise ValueError(f"allowed {allowed}, table, each of its number of lines; mend the marker")
+        allowed = "speed, share, heldout, repeats, machine, ratio, interval, spread, runs, least"
+        raise ValueError(f"allowed {allowed}, most, table, each of its number of lines; mend it")
     except ValueError as error:
         raise ValueError(f"{{{kind}:{what}}}: {error}") from None
+
+
+def _search(kind: str, name: str) -> str:
+    """How many trials a search of conf/system/tuned had, or what its best is of where it began."""
+    path = TUNED / f"{name}.jsonl"
+    if not path.is_file():
+        raise ValueError(f"{{{kind}:{name}}}: got no {path.name} in {path.parent}; mend the marker")
+    speeds_of = [json.loads(one)["tokens_per_s"] or 0.0 for one in path.read_text().splitlines()]
+    return str(len(speeds_of)) if kind == "trials" else f"{max(speeds_of) / speeds_of[0]:.2f}x"
 
 
 def run_of(place: str, lines: pd.DataFrame) -> pd.DataFrame:

@@ -50,7 +50,7 @@ ONLINE = re.compile(r"wandb:(?P<path>[^/@#]+/[^/@#]+)(@(?P<group>[^#]+))?(#(?P<t
 END_S = 5.0
 """What W&B's service gets to end by itself after the program that asked it."""
 VARIANTS = ("twinflow", "optimizer", "grad_op")
-"""First words of a rival's preset that make another system of it; the others say how it was run."""
+"""Words of a rival's preset that make another system of it; the others say how it was run."""
 
 
 def frame(*sources: Path | str) -> pd.DataFrame:
@@ -244,6 +244,7 @@ def family_and_mode(row: Row) -> tuple[str, str]:
         says_so = preset.startswith(("fast", "tuned")) or preset[:1].isdigit()
         words = ["" if says_so else compiled, "" if float8 in preset else float8]
         return f"megatrain_{preset}".rstrip("_"), " ".join(filter(None, words))
-    variant = next((name for name in VARIANTS if preset.startswith(name)), "")
-    words = [preset.removeprefix(variant).strip("_ "), compiled, float8]
+    variant = next((name for name in VARIANTS if name in preset), "")
+    rest = preset.replace(variant, "", 1).strip("_").split()  # a tuned twinflow is no tuned zero3
+    words = [*rest, compiled, float8]
     return f"{row.system}_{variant}".rstrip("_"), " ".join(filter(None, words))

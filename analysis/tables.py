@@ -14,7 +14,7 @@ import pandas as pd
 from analysis import names, speeds, studies
 from analysis.studies import Study
 from sweeps.agreement import ADAPTERS, COMPARED_STEPS, REFERENCE, STAND_IN
-from sweeps.identity import KEPT, TUNED, searched
+from sweeps.identity import TUNED, searched
 
 NONE = "—"
 WORDS = {"system", "model", "machine", "the paper's machine", "commit", "state"}
@@ -311,9 +311,10 @@ def _searched(rivals: pd.DataFrame) -> Iterator[str]:
         return
     tuned = rivals["mode"].map(lambda mode: SEARCHED in mode.split())
     for _, line in rivals[tuned].iterrows():
-        kept = f"_{KEPT}" if KEPT in line["mode"].split() else ""
-        file = TUNED / f"{searched(line['family'] + kept, line['machine_details'])}.jsonl"
-        of = f" of {len(file.read_text().splitlines())} trials" if file.is_file() else ""
+        modes = ("", *(f"_{mode}" for mode in line["mode"].split()))
+        files = [searched(line["family"] + mode, line["machine_details"]) for mode in modes]
+        found = [TUNED / f"{file}.jsonl" for file in files if (TUNED / f"{file}.jsonl").is_file()]
+        of = f" of {len(found[0].read_text().splitlines())} trials" if found else ""
         yield f"{names.name(line)}: its options are the best{of} of a search (`+tune`)."
     if not tuned.all():
         others = "the other rivals" if tuned.any() else "rivals"

@@ -7,7 +7,7 @@ from numpy.testing import assert_allclose
 
 from analysis import answers, record, report, speeds, studies, tables
 from analysis.figures import of_record, of_study
-from tests.made_rows import framed, row
+from tests.made_rows import H200, framed, row
 from tests.study_rows import config
 
 
@@ -145,6 +145,32 @@ def test_two_models_of_one_run_are_no_seeds_of_a_system() -> None:
     assert told == "3 systems with an exact master end at the same loss on held-out text."
 
 
+def test_both_ends_are_of_the_same_gpu_where_several_runs_have_one() -> None:
+    def of(run: str, gpu: str, **seconds: float) -> pd.DataFrame:
+        made = [
+            row(
+                "megatrain",
+                [step] * 3,
+                experiment="context_length",
+                cell=name,
+                preset="fast",
+                seq_len=1024 * int(name[1:]),
+                batch_size=32 // int(name[1:]),
+                machine=H200 | {"gpu": gpu},
+                agrees=True,
+            )
+            for name, step in seconds.items()
+        ]
+        return framed(made).assign(run=run)
+
+    study = studies.listed()["context_length"]
+    lead = of("3", "NVIDIA H200", x2=2.0, x4=2.5, x8=3.0)
+    h100, h200 = of("1", "NVIDIA H100", x1=4.0, x16=8.0), of("2", "NVIDIA H200", x1=1.0, x16=5.0)
+    every = [pd.concat([lead, *some]) for some in ([h100, h200], [h200, h100], [h100])]
+    ends = [answers.lines_of(study, one.reset_index(drop=True)) for one in every]
+    assert [list(one["run"]) for one in ends] == [["2", "2"], ["2", "2"], ["1", "1"]]
+
+
 def test_settings_that_may_be_equal_are_not_told_apart() -> None:
     def told(*windows: list[float]) -> str:
         given = [
@@ -220,6 +246,35 @@ def test_systems_that_end_further_apart_in_another_run_are_told() -> None:
     assert both == f"{told.format('0.01')} {more}"
     other = answers.answer(study, pd.concat([far.assign(run="3"), near], ignore_index=True))
     assert other == told.format("0.1")
+
+
+def test_float8_is_held_against_its_own_system_and_no_exact_master() -> None:
+    """It trains another function, so it is not among those that end near each other."""
+
+    def of(run: str, **ends: float) -> pd.DataFrame:
+        made = [
+            row(
+                "in_memory" if name == "in_memory" else "megatrain",
+                [1.0] * 3,
+                experiment="quality",
+                cell=name,
+                preset=None if name == "in_memory" else name,
+                config=config(products="float8" if name.endswith("float8") else "plain"),
+                heldout_loss=end,
+            )
+            for name, end in ends.items()
+        ]
+        return framed(made).assign(run=run)
+
+    study = studies.listed()["quality"]
+    first = of("2", in_memory=0.40, fast=0.41, fast_float8=0.44)
+    told = "2 systems with an exact master end within 0.01 nats of each other on held-out text."
+    apart = "MegaTrain fast, float8 ends {} nats {} MegaTrain fast on held-out text."
+    assert answers.answer(study, first) == f"{told} {apart.format('0.03', 'above')}"
+    more = pd.concat([first, of("1", fast=0.51, fast_float8=0.5)], ignore_index=True)
+    assert answers.answer(study, more).endswith(f"In another run {apart.format('0.01', 'below')}")
+    alone = of("3", in_memory=0.40, fast=0.41, other_float8=0.44)
+    assert answers.answer(study, alone.assign(heldout_loss=[0.4, None, 0.44])).startswith("Fewer")
 
 
 def test_the_seeds_of_a_system_are_one_mean_and_tell_how_far_one_system_ends_from_itself() -> None:

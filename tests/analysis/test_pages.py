@@ -89,6 +89,7 @@ def test_an_answer_of_two_runs_names_both_machines() -> None:
         "speed:vs_zero3_14b/echo",
         "bogus:vs_zero3_14b/fast",
         "most:nowhere",
+        "trials:nobody-h200-16cores",
     ],
 )
 def test_a_marker_that_names_nothing_is_one_line(marker: str) -> None:
@@ -106,6 +107,9 @@ def test_a_number_says_what_it_should() -> None:
     assert numbers.number("repeats", "vs_zero3_14b/fast", LINES) == "3"
     assert numbers.number("share", "saving@2fa189ef/fast", LINES) == "95%"
     assert numbers.number("most", "context_length", LINES) == "512K"
+    assert numbers.number("heldout", "quality@98d7b6ad/fast_float8", LINES) == "0.3693"
+    search = "zero3_twinflow_compiled-h200-16cores"
+    assert [numbers.number(kind, search, LINES) for kind in ("trials", "gain")] == ["4", "1.04x"]
     rival = numbers.line(numbers.run_of("vs_zero3_7b", LINES), "rival")
     assert names.name(rival) == "Twin-Flow, compiled"
     assert BOOT["boot"] not in numbers.number("machine", "vs_zero3_14b/fast", LINES)

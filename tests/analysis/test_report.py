@@ -218,10 +218,17 @@ def test_a_table_says_how_the_options_of_rivals_were_found(
 ) -> None:
     monkeypatch.setattr(tables, "TUNED", tmp_path)
     (tmp_path / "zero3_kept-h200-16cores.jsonl").write_text("{}\n" * 7)
+    (tmp_path / "zero3_twinflow_compiled-h200-16cores.jsonl").write_text("{}\n" * 4)
 
     def notes(*systems: tuple[str, str | None]) -> list[str]:
         made = [
-            row(name, [1.0] * 3, cell=f"{n}", preset=preset, config=config(preset=preset))
+            row(
+                name,
+                [1.0] * 3,
+                cell=f"{n}",
+                preset=preset,
+                config=config(preset=preset, compile="twinflow" in (preset or "")),
+            )
             for n, (name, preset) in enumerate(systems)
         ]
         return tables.notes(speeds.lines(studies.assigned(framed(made))))
@@ -235,6 +242,8 @@ def test_a_table_says_how_the_options_of_rivals_were_found(
     one, others = notes(("zero3", "tuned kept"), ("fsdp2", None))
     assert one.endswith(best)
     assert others == nobody.replace("of rivals", "of the other rivals")
+    (one,) = notes(("zero3", "tuned twinflow"))
+    assert one == f"Twin-Flow, tuned, compiled: {best.replace('7', '4')}"
     (one,) = notes(("zero3", "tuned"))
     assert one.endswith("its options are the best of a search (`+tune`)."), "its trials are gone"
 

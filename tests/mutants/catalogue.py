@@ -50,6 +50,9 @@ EQUIVALENT = {
 
 NODE = "test_engine.py::"
 GLOO = "../baselines/test_ranks.py"
+SEARCHES = "test_report.py::test_a_table_says_how_the_options_of_rivals_were_found"
+OF_FLOAT8 = "test_answers.py::test_float8_is_held_against_its_own_system_and_no_exact_master"
+ENDS = "test_answers.py::test_both_ends_are_of_the_same_gpu_where_several_runs_have_one"
 TIER = "test_tier.py"
 TRAIN = "../sweeps/test_train.py"
 LEFTOVERS = f"{TRAIN}::test_what_a_killed_run_left_half_written_goes"
@@ -530,6 +533,18 @@ MUTANTS = (
         "megatrain.py",
         "test_probes.py",
         ("Z90", "config=self._planner.chosen", "config=config"),
+    ),
+    *_changes(
+        "../analysis/rows.py",
+        f"../analysis/{SEARCHES}",
+        ("Z91", "if name in preset), ", "if preset.startswith(name)), "),
+    ),
+    *_changes(
+        "../analysis/answers.py",
+        f"../analysis/{OF_FLOAT8} ../analysis/{ENDS}",
+        ("Z92", '.isna() == exact) & lines["plain"]', ".isna() == exact)"),
+        ("Z93", "ascending=[True, False]", "ascending=[True, True]"),
+        ("Z94", 'plain[(plain["family"] == of) & ', 'plain[(plain["family"] != "") & '),
     ),
     *_changes(
         "../sweeps/agreement.py",
