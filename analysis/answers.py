@@ -261,38 +261,47 @@ def _quality(main: pd.DataFrame, others: Sequence[pd.DataFrame]) -> str:
     """How far the held-out losses of exact full training lie apart at the end, in other runs too
     where that is further, and what a bf16 master adds. Seeds of one system are taken together."""
     same, inexact = _ends_of(main, exact=True), _ends_of(main, exact=False)
+    told = list(_in_float8(main))
+    told += (f"In another run {one}" for other in others for one in _in_float8(other))
     if len(same) + len(inexact) < 2 or not len(same):
-        return "Fewer than two systems have a held-out loss, so none is known."
-    told, base = [], same.index[0]
+        none = "Fewer than two systems have a held-out loss, so none is known."
+        return " ".join(told) or none
+    in_float8, told, base = told, [], same.index[0]
     if len(same) > 1:
         gap, base = _spread(same["mean"]), "their mean"
         apart = f"within {gap:.2g} nats of each other" if gap else "at the same loss"
         told = [f"{len(same)} systems with an exact master end {apart} on held-out text."]
     for name, gap in (inexact["mean"] - same["mean"].mean()).items():
-        apart = f"{abs(gap):.2g} nats {'above' if gap > 0 else 'below'} {base}"
         held = "" if told else " on held-out text"
-        told.append(f"{name} ends {apart}{held}.")
+        told.append(f"{name} ends {_above_or_below(gap)} {base}{held}.")
     if same["count"].max() > 1:
         own = (same["max"] - same["min"]).max()
         told.append(f"Each is a mean over its seeds. One system's seeds end {own:.2g} nats apart.")
     widest = max((_spread(_ends_of(other, exact=True)["mean"]) for other in others), default=0.0)
     if len(same) > 1 and widest > _spread(same["mean"]):
         told.append(f"In another run systems with an exact master end {widest:.2g} nats apart.")
-    told += _in_float8(main)
-    told += (f"In another run {one}" for other in others for one in _in_float8(other))
-    return " ".join(told)
+    return " ".join([*told, *in_float8])
 
 
 def _in_float8(lines: pd.DataFrame) -> Iterator[str]:
-    """Where each line that multiplied in float8 ends beside the same system in bf16, in one run."""
-    plain, known = lines[lines["plain"]], lines["heldout_loss"].notna()
-    for _, line in lines[~lines["plain"] & known].iterrows():
-        of = line["family"].removesuffix("_float8")
-        same = plain[(plain["family"] == of) & plain["caveat"].isna()]
-        gap = line["heldout_loss"] - same["heldout_loss"].mean()
-        if not pd.isna(gap):
-            apart = f"{abs(gap):.2g} nats {'above' if gap > 0 else 'below'}"
-            yield f"{names.name(line)} ends {apart} {names.name(same.iloc[0])} on held-out text."
+    """Where what multiplied in float8 ends beside the same system in bf16, run the same way, in one
+    run. Seeds are taken together."""
+    known = lines[lines["heldout_loss"].notna()]
+    exact = known["plain"] & known["caveat"].isna()  # float8 is a caveat of its own
+    for _, found in known[~known["plain"]].groupby(["family", "mode"], sort=False):
+        family, mode = found.iloc[0][["family", "mode"]]
+        way = " ".join(word for word in mode.split() if word != speeds.FLOAT8)
+        family = family.removesuffix(f"_{speeds.FLOAT8}")
+        same = known[exact & (known["family"] == family) & (known["mode"] == way)]
+        if len(same):
+            gap = found["heldout_loss"].mean() - same["heldout_loss"].mean()
+            apart = _above_or_below(gap) if gap else "level with"
+            ours, theirs = names.name(found.iloc[0]), names.name(same.iloc[0])
+            yield f"{ours} ends {apart} {theirs} on held-out text."
+
+
+def _above_or_below(gap: float) -> str:
+    return f"{abs(gap):.2g} nats {'above' if gap > 0 else 'below'}"
 
 
 def _ends_of(lines: pd.DataFrame, *, exact: bool) -> pd.DataFrame:

@@ -60,7 +60,7 @@ def number(kind: str, what: str, lines: pd.DataFrame) -> str:
     """The text of one marker. Raises ValueError, one line, that names it."""
     place, *selectors = what.split("/")
     if kind in ("trials", "gain"):
-        return _search(kind, place)
+        return _search(kind, what)
     try:
         here, every = run_of(place, lines), lines[lines["study"] == place]
         asked: list[Any] = selectors
@@ -94,19 +94,25 @@ def number(kind: str, what: str, lines: pd.DataFrame) -> str:
                 x = str(studies.of_rows(place, every).x)
                 known = every[every["tokens_per_s"].notna()][x].dropna()
                 return names.value(x, int(known.min() if kind == "least" else known.max()))
-        allowed = "speed, share, heldout, repeats, machine, ratio, interval, spread, runs, least"
-        raise ValueError(f"allowed {allowed}, most, table, each of its number of lines; mend it")
+        allowed = (
+            "speed, share, heldout, repeats, machine, ratio, interval, spread, runs, least, most"
+        )
+        allowed += ", gain, trials, table"
+        raise ValueError(f"allowed {allowed}, each of its number of lines; mend the marker")
     except ValueError as error:
         raise ValueError(f"{{{kind}:{what}}}: {error}") from None
 
 
 def _search(kind: str, name: str) -> str:
-    """How many trials a search of conf/system/tuned had, or what its best is of where it began."""
+    """How many trials a search of conf/system/tuned had, or what its best is of where it began.
+    ValueError, one line, where there is none, or its first trial has no number."""
     path = TUNED / f"{name}.jsonl"
-    if not path.is_file():
-        raise ValueError(f"{{{kind}:{name}}}: got no {path.name} in {path.parent}; mend the marker")
-    speeds_of = [json.loads(one)["tokens_per_s"] or 0.0 for one in path.read_text().splitlines()]
-    return str(len(speeds_of)) if kind == "trials" else f"{max(speeds_of) / speeds_of[0]:.2f}x"
+    trials = path.read_text().splitlines() if path.is_file() else []
+    found = [json.loads(trial)["tokens_per_s"] or 0.0 for trial in trials]
+    if not found or not found[0]:
+        there = ", ".join(sorted(one.stem for one in TUNED.glob("*.jsonl")))
+        raise ValueError(f"{{{kind}:{name}}}: allowed {there}, measured at first; mend the marker")
+    return str(len(found)) if kind == "trials" else f"{max(found) / found[0]:.2f}x"
 
 
 def run_of(place: str, lines: pd.DataFrame) -> pd.DataFrame:

@@ -311,7 +311,7 @@ def _searched(rivals: pd.DataFrame) -> Iterator[str]:
         return
     tuned = rivals["mode"].map(lambda mode: SEARCHED in mode.split())
     for _, line in rivals[tuned].iterrows():
-        modes = ("", *(f"_{mode}" for mode in line["mode"].split()))
+        modes = (*(f"_{mode}" for mode in line["mode"].split()), "")
         files = [searched(line["family"] + mode, line["machine_details"]) for mode in modes]
         found = [TUNED / f"{file}.jsonl" for file in files if (TUNED / f"{file}.jsonl").is_file()]
         of = f" of {len(found[0].read_text().splitlines())} trials" if found else ""

@@ -90,6 +90,7 @@ def test_an_answer_of_two_runs_names_both_machines() -> None:
         "bogus:vs_zero3_14b/fast",
         "most:nowhere",
         "trials:nobody-h200-16cores",
+        "gain:zero3_kept-h200-32cores/fast",
     ],
 )
 def test_a_marker_that_names_nothing_is_one_line(marker: str) -> None:

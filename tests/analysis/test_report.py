@@ -246,6 +246,9 @@ def test_a_table_says_how_the_options_of_rivals_were_found(
     assert one == f"Twin-Flow, tuned, compiled: {best.replace('7', '4')}"
     (one,) = notes(("zero3", "tuned"))
     assert one.endswith("its options are the best of a search (`+tune`)."), "its trials are gone"
+    (tmp_path / "zero3-h200-16cores.jsonl").write_text("{}\n" * 30)
+    (one,) = notes(("zero3", "tuned kept"))
+    assert one.endswith(best), "those of the mode's own search"
 
 
 def test_the_worst_of_several_repeats_is_told_and_why() -> None:

@@ -544,7 +544,7 @@ MUTANTS = (
         f"../analysis/{OF_FLOAT8} ../analysis/{ENDS}",
         ("Z92", '.isna() == exact) & lines["plain"]', ".isna() == exact)"),
         ("Z93", "ascending=[True, False]", "ascending=[True, True]"),
-        ("Z94", 'plain[(plain["family"] == of) & ', 'plain[(plain["family"] != "") & '),
+        ("Z94", '(known["family"] == family) & ', ""),
     ),
     *_changes(
         "../sweeps/agreement.py",
