@@ -134,13 +134,10 @@ def _both_ends(study: Study, ready: pd.DataFrame) -> pd.DataFrame:
     """The lines at the two ends of x: of `fast` where it was measured, and of the GPU of the first
     line where several runs have that end."""
     fast = ready[ready["family"] == "megatrain_fast"]
-    ends = tables.sort(study, fast if len(fast) > 1 else ready)
-    gpus = ready["machine_details"].map(lambda machine: machine.get("gpu"))
-    ends = ends.assign(_own=gpus == gpus.iloc[0])  # of equal x the own GPU last, then first
-    x = str(study.x)
-    last = ends.sort_values([x, "_own"], kind="stable").iloc[[-1]]
-    first = ends.sort_values([x, "_own"], ascending=[True, False], kind="stable").iloc[[0]]
-    return pd.concat([first, last]).drop(columns="_own")
+    ends, x = tables.sort(study, fast if len(fast) > 1 else ready), str(study.x)
+    gpu = ready.iloc[0]["machine_details"].get("gpu")
+    own = ends["machine_details"].map(lambda machine: machine.get("gpu") == gpu)
+    return ends[own | ~ends[x].isin(ends.loc[own, x])].iloc[[0, -1]]
 
 
 def _effect(study: Study, ready: pd.DataFrame, others: Sequence[pd.DataFrame]) -> str:
@@ -261,19 +258,19 @@ def _quality(main: pd.DataFrame, others: Sequence[pd.DataFrame]) -> str:
     """How far the held-out losses of exact full training lie apart at the end, in other runs too
     where that is further, and what a bf16 master adds. Seeds of one system are taken together."""
     same, inexact = _ends_of(main, exact=True), _ends_of(main, exact=False)
-    told = list(_in_float8(main))
-    told += (f"In another run {one}" for other in others for one in _in_float8(other))
+    in_float8 = list(_in_float8(main))
+    in_float8 += (f"In another run {one}" for other in others for one in _in_float8(other))
     if len(same) + len(inexact) < 2 or not len(same):
         none = "Fewer than two systems have a held-out loss, so none is known."
-        return " ".join(told) or none
-    in_float8, told, base = told, [], same.index[0]
+        return " ".join(in_float8) or none
+    told, base = [], same.index[0]
     if len(same) > 1:
         gap, base = _spread(same["mean"]), "their mean"
         apart = f"within {gap:.2g} nats of each other" if gap else "at the same loss"
         told = [f"{len(same)} systems with an exact master end {apart} on held-out text."]
     for name, gap in (inexact["mean"] - same["mean"].mean()).items():
         held = "" if told else " on held-out text"
-        told.append(f"{name} ends {_above_or_below(gap)} {base}{held}.")
+        told.append(f"{name} ends {above_or_below(gap)} {base}{held}.")
     if same["count"].max() > 1:
         own = (same["max"] - same["min"]).max()
         told.append(f"Each is a mean over its seeds. One system's seeds end {own:.2g} nats apart.")
@@ -295,12 +292,13 @@ def _in_float8(lines: pd.DataFrame) -> Iterator[str]:
         same = known[exact & (known["family"] == family) & (known["mode"] == way)]
         if len(same):
             gap = found["heldout_loss"].mean() - same["heldout_loss"].mean()
-            apart = _above_or_below(gap) if gap else "level with"
+            apart = above_or_below(gap) if gap else "level with"
             ours, theirs = names.name(found.iloc[0]), names.name(same.iloc[0])
             yield f"{ours} ends {apart} {theirs} on held-out text."
 
 
-def _above_or_below(gap: float) -> str:
+def above_or_below(gap: float) -> str:
+    """`0.03 nats above`, of a difference of two losses."""
     return f"{abs(gap):.2g} nats {'above' if gap > 0 else 'below'}"
 
 

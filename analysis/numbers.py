@@ -3,7 +3,7 @@
     <!--{ratio:vs_zero3_14b/fast/zero3}-->1.75x<!--/-->          shown as 1.75x
     <!--{interval:vs_zero3_7b@ba71c3ca/fast/twinflow}-->...   of that run, else the leading one
     <!--{share:saving@2fa189ef/fast}-->95%<!--/-->               of the peak that its GPU sustains
-    <!--{heldout:quality@98d7b6ad/fast_float8}-->0.37<!--/-->    nats at the end of a row
+    <!--{heldout:quality@98d7b6ad/fast_float8/fast}-->0.0014 nats below<!--/-->     where one ends
     <!--{gain:zero3_kept-h200-32cores}-->1.05x<!--/-->           a search's best over where it began
     <!--{trials:zero3_kept-h200-32cores}-->3<!--/-->             how many trials it had
     <!--{table:vs_zero3_14b/5}-->                                the first lines of its table
@@ -21,9 +21,11 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import names, speeds, studies, tables
+from analysis import answers, names, speeds, studies, tables
 from sweeps.identity import TUNED
 
+KINDS = "speed, share, heldout, repeats, machine, ratio, interval, spread, runs, least, most, gain"
+KINDS += ", trials, table"
 MARKER = re.compile(r"(<!--\{([a-z_]+):([^}]*)\}-->).*?<!--/-->", re.DOTALL)
 
 
@@ -71,8 +73,8 @@ def number(kind: str, what: str, lines: pd.DataFrame) -> str:
                 return f"{one['tokens_per_s']:,.0f}"
             case "share", [one] if not pd.isna(one["mfu_sustained"]):
                 return f"{one['mfu_sustained']:.0%}"
-            case "heldout", [one] if not pd.isna(one["heldout_loss"]):
-                return f"{one['heldout_loss']:.4f}"
+            case "heldout", [one, base] if not pd.isna(one["heldout_loss"] - base["heldout_loss"]):
+                return answers.above_or_below(one["heldout_loss"] - base["heldout_loss"])
             case "repeats", [one]:
                 return str(one["num_repeats"])
             case "machine", [one]:
@@ -94,11 +96,7 @@ def number(kind: str, what: str, lines: pd.DataFrame) -> str:
                 x = str(studies.of_rows(place, every).x)
                 known = every[every["tokens_per_s"].notna()][x].dropna()
                 return names.value(x, int(known.min() if kind == "least" else known.max()))
-        allowed = (
-            "speed, share, heldout, repeats, machine, ratio, interval, spread, runs, least, most"
-        )
-        allowed += ", gain, trials, table"
-        raise ValueError(f"allowed {allowed}, each of its number of lines; mend the marker")
+        raise ValueError(f"allowed {KINDS}, each of its number of lines; mend the marker")
     except ValueError as error:
         raise ValueError(f"{{{kind}:{what}}}: {error}") from None
 

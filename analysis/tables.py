@@ -6,6 +6,7 @@ not measured says why.
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -312,9 +313,9 @@ def _searched(rivals: pd.DataFrame) -> Iterator[str]:
     tuned = rivals["mode"].map(lambda mode: SEARCHED in mode.split())
     for _, line in rivals[tuned].iterrows():
         modes = (*(f"_{mode}" for mode in line["mode"].split()), "")
-        files = [searched(line["family"] + mode, line["machine_details"]) for mode in modes]
-        found = [TUNED / f"{file}.jsonl" for file in files if (TUNED / f"{file}.jsonl").is_file()]
-        of = f" of {len(found[0].read_text().splitlines())} trials" if found else ""
+        names_of = (searched(line["family"] + mode, line["machine_details"]) for mode in modes)
+        found = next(filter(Path.is_file, (TUNED / f"{name}.jsonl" for name in names_of)), None)
+        of = f" of {len(found.read_text().splitlines())} trials" if found else ""
         yield f"{names.name(line)}: its options are the best{of} of a search (`+tune`)."
     if not tuned.all():
         others = "the other rivals" if tuned.any() else "rivals"

@@ -543,7 +543,7 @@ MUTANTS = (
         "../analysis/answers.py",
         f"../analysis/{OF_FLOAT8} ../analysis/{ENDS}",
         ("Z92", '.isna() == exact) & lines["plain"]', ".isna() == exact)"),
-        ("Z93", "ascending=[True, False]", "ascending=[True, True]"),
+        ("Z93", "ends[own | ~ends[x].isin(ends.loc[own, x])]", "ends"),
         ("Z94", '(known["family"] == family) & ', ""),
     ),
     *_changes(
