@@ -4,8 +4,8 @@
     <!--{interval:vs_zero3_7b@ba71c3ca/fast/twinflow}-->...   of that run, else the leading one
     <!--{share:saving@2fa189ef/fast}-->95%<!--/-->               of the peak that its GPU sustains
     <!--{heldout:quality@98d7b6ad/fast_float8/fast}-->0.0014 nats below<!--/-->     where one ends
-    <!--{gain:zero3_kept-h200-32cores}-->1.05x<!--/-->           a search's best over where it began
-    <!--{trials:zero3_kept-h200-32cores}-->3<!--/-->             how many trials it had
+    <!--{gain:zero3_kept-qwen2.5-3b-h200-32cores}-->1.05x<!--/-->   a search's best over its start
+    <!--{trials:zero3_kept-qwen2.5-3b-h200-32cores}-->3<!--/-->     how many trials it had
     <!--{table:vs_zero3_14b/5}-->                                the first lines of its table
 
 A line is named by its family, less megatrain_ and zero3_, and, where several ran, its mode: `fast`,

@@ -4,8 +4,9 @@ Invariant: a faster line with other numerics is labelled and stands below what i
 not measured says why.
 """
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pandas as pd
 from analysis import names, speeds, studies
 from analysis.studies import Study
 from sweeps.agreement import ADAPTERS, COMPARED_STEPS, REFERENCE, STAND_IN
-from sweeps.identity import TUNED, searched
+from sweeps.identity import TUNED, effective
 
 NONE = "—"
 WORDS = {"system", "model", "machine", "the paper's machine", "commit", "state"}
@@ -312,14 +313,29 @@ def _searched(rivals: pd.DataFrame) -> Iterator[str]:
         return
     tuned = rivals["mode"].map(lambda mode: SEARCHED in mode.split())
     for _, line in rivals[tuned].iterrows():
-        modes = (*(f"_{mode}" for mode in line["mode"].split()), "")
-        names_of = (searched(line["family"] + mode, line["machine_details"]) for mode in modes)
-        found = next(filter(Path.is_file, (TUNED / f"{name}.jsonl" for name in names_of)), None)
-        of = f" of {len(found.read_text().splitlines())} trials" if found else ""
-        yield f"{names.name(line)}: its options are the best{of} of a search (`+tune`)."
+        found = _search(line["config"]["system"])
+        of, search = "", "`+tune`"
+        if found:
+            of = f" of {len(found.read_text().splitlines())} trials"
+            search = f"`system=tuned/{found.stem}`"
+        yield f"{names.name(line)}: its options are the best{of} of a search ({search})."
     if not tuned.all():
         others = "the other rivals" if tuned.any() else "rivals"
         yield f"The options of {others} are those of conf/system, which nobody searched."
+
+
+def _search(system: Mapping[str, Any]) -> Path | None:
+    """The trials of the search whose best has these settings."""
+    for path in sorted(TUNED.glob("*.jsonl")):
+        trials = [json.loads(trial) for trial in path.read_text().splitlines()]
+        best = max(trials, key=lambda trial: trial["tokens_per_s"] or 0.0)
+        if _unlabelled(best["system"]) == _unlabelled(system):
+            return path
+    return None
+
+
+def _unlabelled(system: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in effective(system).items() if name != "preset"}
 
 
 def _notes(line: pd.Series) -> Iterator[str]:

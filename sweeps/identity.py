@@ -146,9 +146,10 @@ def kind(machine: Mapping[str, Any]) -> str:
     return f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}-{machine.get('num_cores')}cores"
 
 
-def searched(choice: str, machine: Mapping[str, Any]) -> str:
-    """Name of the files in TUNED that a search from `system=choice` writes on such a machine."""
-    return f"{choice.replace('/', '-')}-{kind(machine)}"
+def searched(choice: str, model: str, machine: Mapping[str, Any]) -> str:
+    """Name of the files in TUNED that a search from `system=choice` writes for a model on such a
+    machine: a search for another model leaves them alone."""
+    return f"{choice.replace('/', '-')}-{model}-{kind(machine)}"
 
 
 def as_first_written(config: Mapping[str, Any]) -> Mapping[str, Any]:

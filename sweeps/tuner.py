@@ -8,7 +8,7 @@ tokens/s and stops nothing. A trial whose first window is slower than PRUNE of t
 there.
 
     python -m sweeps.run +tune=zero3 model=qwen2.5-14b shape=b32x1024
-    python -m sweeps.run system=tuned/zero3-h200-64cores model=qwen2.5-14b shape=b32x1024
+    python -m sweeps.run system=tuned/zero3-qwen2.5-14b-h200-64cores model=qwen2.5-14b
 
 Trials are cells like any other: stopped and started again, a search repeats none that has its
 number (its sampler is seeded).
@@ -122,7 +122,7 @@ def finish(start: Cell, choice: str, rows: Rows, folder: Path = TUNED) -> int:
             file=sys.stderr,
         )
         return 1
-    stem = searched(choice, best.machine)
+    stem = searched(choice, best.model, best.machine)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{stem}.yaml"
     path.write_text(overlay(best, choice, len(found)))

@@ -90,7 +90,7 @@ def test_an_answer_of_two_runs_names_both_machines() -> None:
         "bogus:vs_zero3_14b/fast",
         "most:nowhere",
         "trials:nobody-h200-16cores",
-        "gain:zero3_kept-h200-32cores/fast",
+        "gain:zero3_kept-qwen2.5-3b-h200-32cores/fast",
     ],
 )
 def test_a_marker_that_names_nothing_is_one_line(marker: str) -> None:
@@ -111,7 +111,7 @@ def test_a_number_says_what_it_should() -> None:
     assert (
         numbers.number("heldout", "quality@98d7b6ad/fast_float8/fast", LINES) == "0.0014 nats below"
     )
-    search = "zero3_twinflow_compiled-h200-16cores"
+    search = "zero3_twinflow_compiled-qwen2.5-7b-h200-16cores"
     assert [numbers.number(kind, search, LINES) for kind in ("trials", "gain")] == ["4", "1.04x"]
     rival = numbers.line(numbers.run_of("vs_zero3_7b", LINES), "rival")
     assert names.name(rival) == "Twin-Flow, compiled"

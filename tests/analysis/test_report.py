@@ -1,7 +1,9 @@
 """The command line: a report of any rows, and bad input in one line."""
 
 import dataclasses
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -216,19 +218,24 @@ def test_a_listed_study_of_two_models_holds_each_against_its_own() -> None:
 def test_a_table_says_how_the_options_of_rivals_were_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A tuned row is of the search whose best trial has its settings, not of one that is called
+    like its system."""
     monkeypatch.setattr(tables, "TUNED", tmp_path)
-    (tmp_path / "zero3_kept-h200-16cores.jsonl").write_text("{}\n" * 7)
-    (tmp_path / "zero3_twinflow_compiled-h200-16cores.jsonl").write_text("{}\n" * 4)
+
+    def settings(preset: str | None) -> dict[str, Any]:
+        return config(preset=preset, compile="twinflow" in (preset or ""))
+
+    def searched(stem: str, preset: str, worse: int) -> None:
+        best = {"tokens_per_s": 2.0, "system": settings(preset)["system"]}
+        trials = [{**best, "tokens_per_s": None}, best] + [
+            {"tokens_per_s": 1.0, "system": {**best["system"], "compile": number}}
+            for number in range(worse - 1)
+        ]
+        (tmp_path / f"{stem}.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in trials))
 
     def notes(*systems: tuple[str, str | None]) -> list[str]:
         made = [
-            row(
-                name,
-                [1.0] * 3,
-                cell=f"{n}",
-                preset=preset,
-                config=config(preset=preset, compile="twinflow" in (preset or "")),
-            )
+            row(name, [1.0] * 3, cell=f"{n}", preset=preset, config=settings(preset))
             for n, (name, preset) in enumerate(systems)
         ]
         return tables.notes(speeds.lines(studies.assigned(framed(made))))
@@ -236,19 +243,17 @@ def test_a_table_says_how_the_options_of_rivals_were_found(
     nobody = "The options of rivals are those of conf/system, which nobody searched."
     assert notes(("megatrain", "fast"), ("in_memory", None)) == []
     assert notes(("megatrain", "fast"), ("zero3", None), ("fsdp2", None)) == [nobody]
-    best = "its options are the best of 7 trials of a search (`+tune`)."
-    (one,) = notes(("zero3", "tuned kept"), ("in_memory", None))
-    assert one.endswith(best)
-    one, others = notes(("zero3", "tuned kept"), ("fsdp2", None))
-    assert one.endswith(best)
-    assert others == nobody.replace("of rivals", "of the other rivals")
     (one,) = notes(("zero3", "tuned twinflow"))
-    assert one == f"Twin-Flow, tuned, compiled: {best.replace('7', '4')}"
-    (one,) = notes(("zero3", "tuned"))
     assert one.endswith("its options are the best of a search (`+tune`)."), "its trials are gone"
-    (tmp_path / "zero3-h200-16cores.jsonl").write_text("{}\n" * 30)
-    (one,) = notes(("zero3", "tuned kept"))
-    assert one.endswith(best), "those of the mode's own search"
+    searched("zero3_kept-m-h200-16cores", "tuned kept", worse=6)
+    searched("zero3_twinflow-m-h200-32cores", "tuned twinflow", worse=3)
+    (one,) = notes(("zero3", "tuned twinflow"))
+    best = "its options are the best of {} trials of a search (`system=tuned/{}`)."
+    told = best.format(4, "zero3_twinflow-m-h200-32cores")
+    assert one == f"Twin-Flow, tuned, compiled: {told}"
+    one, others = notes(("zero3", "tuned kept"), ("fsdp2", None))
+    assert one.endswith(best.format(7, "zero3_kept-m-h200-16cores"))
+    assert others == nobody.replace("of rivals", "of the other rivals")
 
 
 def test_the_worst_of_several_repeats_is_told_and_why() -> None:

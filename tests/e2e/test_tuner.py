@@ -94,7 +94,7 @@ def test_a_search_writes_its_winner_and_trials_and_goes_on_where_it_stopped(chec
     rows = read_rows(checkout / "out" / "rows.jsonl")
     assert more.stdout.count("skipped") >= 2  # where it starts, and the trial before
     assert len({row.cell for row in rows}) == len(rows)
-    name = f"megatrain_fast-cpu-{len(os.sched_getaffinity(0))}cores"
+    name = f"megatrain_fast-{rows[0].model}-cpu-{len(os.sched_getaffinity(0))}cores"
     folder = checkout / "conf" / "system" / "tuned"
     trials = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
     assert [trial["cell"] for trial in trials] == [row.cell for row in rows]
@@ -164,31 +164,33 @@ def test_every_choice_of_a_search_is_one_that_its_system_takes(name: str) -> Non
             assert refusal(cell) is None, f"{knob}={value}"
 
 
-def test_searches_from_two_starts_share_a_folder_and_no_trial(tmp_path: Path) -> None:
+def test_searches_from_two_starts_or_for_two_models_share_a_folder_and_no_trial(
+    tmp_path: Path,
+) -> None:
     """What one of them found is not the other's to write, whatever its speed."""
     auto.register()
-    folder = f"output_dir={tmp_path}"
     starts = {}
-    for start in ("zero3", "zero3_twinflow"):
-        asked = command_of(["+tune=zero3", f"system={start}", folder])
+    for start, model in (("zero3", "tiny"), ("zero3_twinflow", "tiny"), ("zero3", "qwen2.5-0.5b")):
+        asked = command_of(
+            ["+tune=zero3", f"system={start}", f"model={model}", f"output_dir={tmp_path}"]
+        )
         assert asked.system == start
-        (starts[start],) = asked.cells or []
-        assert starts[start].experiment == f"tune_{start}"
-    for number, (start, cell) in enumerate(starts.items(), 1):
+        (starts[start, model],) = asked.cells or []
+        assert starts[start, model].experiment == f"tune_{start}"
+    kind = identity.kind(environment.machine(starts["zero3", "tiny"].machine, None))
+    for number, ((start, model), cell) in enumerate(starts.items(), 1):
         here = environment.machine(cell.machine, None)
         known = {"experiment": cell.experiment, "config": cell.config, "machine": here}
-        Rows().append(
-            cell.rows_path, row("zero3", [1.0], cell=start, tokens_per_s=100.0 * number, **known)
-        )
-    for start, cell in starts.items():
-        assert [one.cell for one in tuner.trials(cell, Rows())] == [start]
+        known |= {"tokens_per_s": 100.0 * number, "model": model}
+        Rows().append(cell.rows_path, row("zero3", [1.0], cell=f"{start} {model}", **known))
+    for (start, model), cell in starts.items():
+        assert [one.cell for one in tuner.trials(cell, Rows())] == [f"{start} {model}"]
         assert tuner.finish(cell, start, Rows(), tmp_path / "tuned") == 0
-    kind = identity.kind(environment.machine(cell.machine, None))
     assert {path.stem for path in (tmp_path / "tuned").glob("*.yaml")} == {
-        f"{start}-{kind}" for start in starts
+        f"{start}-{model}-{kind}" for start, model in starts
     }
-    for start, preset in (("zero3", "tuned"), ("zero3_twinflow", "tuned twinflow")):
-        told = yaml.safe_load((tmp_path / "tuned" / f"{start}-{kind}.yaml").read_text())
+    for (start, model), preset in zip(starts, ("tuned", "tuned twinflow", "tuned"), strict=True):
+        told = yaml.safe_load((tmp_path / "tuned" / f"{start}-{model}-{kind}.yaml").read_text())
         assert (told["defaults"][0], told["system"]["preset"]) == (
             f"/system/{start}@system",
             preset,

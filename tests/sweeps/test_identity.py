@@ -37,7 +37,7 @@ superoffload_compiled d9ae3ee60e93
 superoffload_kept 3bf544d805ff
 torchao_offload 953a32488da2
 torchao_offload_kept 04cb3d61dc4e
-tuned/zero3_kept-h200-32cores 1e22d2f4c779
+tuned/zero3_kept-qwen2.5-3b-h200-32cores 1e22d2f4c779
 zenflow a8d7e0163576
 zenflow_kept 4b0c81975477
 zero2 3a3da6dc114b
