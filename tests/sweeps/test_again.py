@@ -23,7 +23,8 @@ pytestmark = pytest.mark.slow
 def cell_of(folder: Path, *more: str) -> Cell:
     """Two windows of two steps, with a state beside each."""
     auto.register()
-    small = ["model=tiny", "model.config.num_hidden_layers=1", "shape=quick", "logging=none"]
+    small = ["model=tiny", "model.config.num_hidden_layers=1", "model.config.hidden_size=80"]
+    small += ["shape=quick", "shape.seq_len=16", "logging=none", "data.max_bytes=65536"]
     small += ["machine.device=cpu", "measure=brief", "measure.save=true"]
     small += ["measure.windows=2", "measure.steps_per_window=2"]
     return command_of([*small, f"output_dir={folder}", *more]).cells[0]
