@@ -110,7 +110,9 @@ def _forest(axes: Axes, mine: pd.DataFrame) -> None:
     order = mine.groupby(RIVAL)["value"].mean().sort_values(ascending=False).index
     for at, (family, mode) in enumerate(order):
         several = mine[(mine["family"] == family) & (mine["mode"] == mode)].sort_values("run")
-        several = several.assign(y=at + 0.2 * (np.arange(len(several)) - (len(several) - 1) / 2))
+        last = len(several) - 1
+        apart = min(0.2, 0.6 / max(last, 1))  # a row keeps its distance from the next
+        several = several.assign(y=at + apart * (np.arange(len(several)) - last / 2))
         for hollow, part in several.groupby(several["lo"].isna()):
             look = names.look(family) | style.WHISKER | {"linestyle": ""}
             look["markerfacecolor"] = "white" if hollow else look["color"]

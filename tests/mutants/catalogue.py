@@ -51,6 +51,9 @@ EQUIVALENT = {
 NODE = "test_engine.py::"
 GLOO = "../baselines/test_ranks.py"
 SEARCHES = "test_report.py::test_a_table_says_how_the_options_of_rivals_were_found"
+TWO_SEARCHES = (
+    "test_tuner.py::test_searches_from_two_starts_or_for_two_models_share_a_folder_and_no_trial"
+)
 OF_FLOAT8 = "test_answers.py::test_float8_is_held_against_its_own_system_and_no_exact_master"
 ENDS = "test_answers.py::test_both_ends_are_of_the_same_gpu_where_several_runs_have_one"
 TIER = "test_tier.py"
@@ -538,6 +541,16 @@ MUTANTS = (
         "../analysis/rows.py",
         f"../analysis/{SEARCHES}",
         ("Z91", "if name in preset), ", "if preset.startswith(name)), "),
+    ),
+    *_changes(
+        "../analysis/tables.py",
+        f"../analysis/{SEARCHES}",
+        ("Z95", 'if _unlabelled(best["system"]) == _unlabelled(system):', "if best:"),
+    ),
+    *_changes(
+        "../sweeps/identity.py",
+        f"../e2e/{TWO_SEARCHES}",
+        ("Z96", "}-{model}-{kind", "}-{kind"),
     ),
     *_changes(
         "../analysis/answers.py",
