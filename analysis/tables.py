@@ -16,7 +16,7 @@ import pandas as pd
 from analysis import names, speeds, studies
 from analysis.studies import Study
 from sweeps.agreement import ADAPTERS, COMPARED_STEPS, REFERENCE, STAND_IN
-from sweeps.identity import TUNED, effective
+from sweeps.identity import TUNED, in_force, kind
 
 NONE = "—"
 WORDS = {"system", "model", "machine", "the paper's machine", "commit", "state"}
@@ -313,29 +313,37 @@ def _searched(rivals: pd.DataFrame) -> Iterator[str]:
         return
     tuned = rivals["mode"].map(lambda mode: SEARCHED in mode.split())
     for _, line in rivals[tuned].iterrows():
-        found = _search(line["config"]["system"])
         of, search = "", "`+tune`"
-        if found:
+        if found := _search(line):
             of = f" of {len(found.read_text().splitlines())} trials"
             search = f"`system=tuned/{found.stem}`"
         yield f"{names.name(line)}: its options are the best{of} of a search ({search})."
     if not tuned.all():
         others = "the other rivals" if tuned.any() else "rivals"
-        yield f"The options of {others} are those of conf/system, which nobody searched."
+        yield f"The options of {others} are those of conf/system, not of a search."
 
 
-def _search(system: Mapping[str, Any]) -> Path | None:
-    """The trials of the search whose best has these settings."""
+def _search(line: pd.Series) -> Path | None:
+    """The trials of the search whose best has these settings; of several that of the same model,
+    and then of the same kind of machine."""
+    machine, found = kind(line["machine_details"]), []
     for path in sorted(TUNED.glob("*.jsonl")):
         trials = [json.loads(trial) for trial in path.read_text().splitlines()]
-        best = max(trials, key=lambda trial: trial["tokens_per_s"] or 0.0)
-        if _unlabelled(best["system"]) == _unlabelled(system):
-            return path
-    return None
+        best = max(trials, key=lambda trial: trial["tokens_per_s"] or 0.0, default={})
+        if line["config"] and best and _settings(best) == _settings(line["config"]):
+            found.append(path)
+    near = [(f"-{line['model']}-" not in path.stem, machine not in path.stem) for path in found]
+    return min(zip(near, found, strict=True), default=(None, None))[1]
 
 
-def _unlabelled(system: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in effective(system).items() if name != "preset"}
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a search may choose, of a row or a trial of any age."""
+    groups = in_force(config)
+    beside = {"system": "preset", "process": "timeout_s"}
+    return {
+        name: {key: value for key, value in groups[name].items() if key != left}
+        for name, left in beside.items()
+    }
 
 
 def _notes(line: pd.Series) -> Iterator[str]:

@@ -149,7 +149,8 @@ def kind(machine: Mapping[str, Any]) -> str:
 def searched(choice: str, model: str, machine: Mapping[str, Any]) -> str:
     """Name of the files in TUNED that a search from `system=choice` writes for a model on such a
     machine: a search for another model leaves them alone."""
-    return f"{choice.replace('/', '-')}-{model}-{kind(machine)}"
+    name = re.sub(r"[^\w.]+", "-", f"{choice}-{model}")
+    return f"{name}-{kind(machine)}"
 
 
 def as_first_written(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -8,7 +8,8 @@ tokens/s and stops nothing. A trial whose first window is slower than PRUNE of t
 there.
 
     python -m sweeps.run +tune=zero3 model=qwen2.5-14b shape=b32x1024
-    python -m sweeps.run system=tuned/zero3-qwen2.5-14b-h200-64cores model=qwen2.5-14b
+    python -m sweeps.run system=tuned/zero3-qwen2.5-14b-h200-64cores model=qwen2.5-14b \\
+        shape=b32x1024
 
 Trials are cells like any other: stopped and started again, a search repeats none that has its
 number (its sampler is seeded).

@@ -56,14 +56,18 @@ def test_every_study_has_a_page_with_question_answer_table_and_origin() -> None:
 def test_rows_of_a_second_machine_join_the_page_and_no_ratio_spans_the_two(tmp_path: Path) -> None:
     rows = [measured("zero3"), measured("megatrain"), measured("megatrain", machine=OTHER)]
     record.add([save(tmp_path / "rows.jsonl", rows)], tmp_path / "results")
-    report.refresh(tmp_path / "results")
-    text = (tmp_path / "results" / "mine" / "README.md").read_text()
+    page, index = (tmp_path / "results" / name for name in ("mine/README.md", "README.md"))
+    assert set(report.refresh(tmp_path / "results")) == {page, index}
+    text = page.read_text()
     first, second = text.split("\n## ")[1:3]
     assert "0123abcd" in first
     assert "1.00x" in first
     assert "deadbeef" in second
     assert "x |" not in second
     assert report.refresh(tmp_path / "results") == [], "what is right is not written again"
+    page.unlink()
+    assert report.refresh(tmp_path / "results") == [page]
+    assert page.read_text() == text
 
 
 def test_an_answer_of_two_runs_names_both_machines() -> None:

@@ -10,6 +10,8 @@ import pytest
 from analysis import __main__ as command
 from analysis import answers, record, report, rows, speeds, studies, tables
 from analysis.figures import of_study
+from sweeps import auto, identity
+from sweeps.command import command_of
 from sweeps.result import Row
 from tests.made_rows import CPU, H200, framed, row, save
 from tests.study_rows import batch_rows, config, factor_rows, grid_rows, ladder_rows, size_rows
@@ -219,16 +221,17 @@ def test_a_table_says_how_the_options_of_rivals_were_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tuned row is of the search whose best trial has its settings, not of one that is called
-    like its system."""
+    like its system; of two of equal settings that of its model."""
     monkeypatch.setattr(tables, "TUNED", tmp_path)
 
     def settings(preset: str | None) -> dict[str, Any]:
         return config(preset=preset, compile="twinflow" in (preset or ""))
 
-    def searched(stem: str, preset: str, worse: int) -> None:
+    def searched(stem: str, preset: str, worse: int, **process: Any) -> None:
         best = {"tokens_per_s": 2.0, "system": settings(preset)["system"]}
+        best["process"] = {**settings(preset).get("process", {}), "timeout_s": 1, **process}
         trials = [{**best, "tokens_per_s": None}, best] + [
-            {"tokens_per_s": 1.0, "system": {**best["system"], "compile": number}}
+            {"tokens_per_s": 1.0, "system": {**best["system"], "depth": number}}
             for number in range(worse - 1)
         ]
         (tmp_path / f"{stem}.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in trials))
@@ -240,12 +243,16 @@ def test_a_table_says_how_the_options_of_rivals_were_found(
         ]
         return tables.notes(speeds.lines(studies.assigned(framed(made))))
 
-    nobody = "The options of rivals are those of conf/system, which nobody searched."
+    nobody = "The options of rivals are those of conf/system, not of a search."
     assert notes(("megatrain", "fast"), ("in_memory", None)) == []
     assert notes(("megatrain", "fast"), ("zero3", None), ("fsdp2", None)) == [nobody]
     (one,) = notes(("zero3", "tuned twinflow"))
     assert one.endswith("its options are the best of a search (`+tune`)."), "its trials are gone"
     searched("zero3_kept-m-h200-16cores", "tuned kept", worse=6)
+    searched("a-m-h200-32cores", "tuned twinflow", worse=8, omp_num_threads=16)
+    (one,) = notes(("zero3", "tuned twinflow"))
+    assert one.endswith("of a search (`+tune`)."), "that was with other threads"
+    (tmp_path / "none.jsonl").touch()
     searched("zero3_twinflow-m-h200-32cores", "tuned twinflow", worse=3)
     (one,) = notes(("zero3", "tuned twinflow"))
     best = "its options are the best of {} trials of a search (`system=tuned/{}`)."
@@ -254,6 +261,22 @@ def test_a_table_says_how_the_options_of_rivals_were_found(
     one, others = notes(("zero3", "tuned kept"), ("fsdp2", None))
     assert one.endswith(best.format(7, "zero3_kept-m-h200-16cores"))
     assert others == nobody.replace("of rivals", "of the other rivals")
+    searched("zero3_twinflow-qwen2.5-3b-cpu-2cores", "tuned twinflow", worse=1)
+    (one,) = notes(("zero3", "tuned twinflow"))
+    assert one.endswith(best.format(2, "zero3_twinflow-qwen2.5-3b-cpu-2cores")), "of its model"
+    old = row("zero3", [1.0] * 3, preset="tuned", config={})
+    (one,) = tables.notes(speeds.lines(studies.assigned(framed([old]))))
+    assert one.endswith("of a search (`+tune`)."), "a row may have no config"
+
+
+def test_the_winner_of_every_search_is_known_whatever_its_age(tmp_path: Path) -> None:
+    """A trial's settings are moved and retired as a row's are."""
+    auto.register()
+    for path in sorted(identity.TUNED.glob("*.yaml")):
+        (cell,) = command_of([f"system=tuned/{path.stem}", "model=tiny"]).cells or []
+        again = row("zero3", [1.0] * 3, preset="tuned", config=cell.config)
+        told = tables.notes(speeds.lines(studies.assigned(framed([again]))))
+        assert f"(`system=tuned/{path.stem}`)" in told[0]
 
 
 def test_the_worst_of_several_repeats_is_told_and_why() -> None:

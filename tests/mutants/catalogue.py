@@ -545,12 +545,12 @@ MUTANTS = (
     *_changes(
         "../analysis/tables.py",
         f"../analysis/{SEARCHES}",
-        ("Z95", 'if _unlabelled(best["system"]) == _unlabelled(system):', "if best:"),
+        ("Z95", ' and _settings(best) == _settings(line["config"])', ""),
     ),
     *_changes(
         "../sweeps/identity.py",
         f"../e2e/{TWO_SEARCHES}",
-        ("Z96", "}-{model}-{kind", "}-{kind"),
+        ("Z96", "{choice}-{model}", "{choice}"),
     ),
     *_changes(
         "../analysis/answers.py",
