@@ -329,7 +329,7 @@ def _search(line: pd.Series) -> Path | None:
     machine, found = kind(line["machine_details"]), []
     for path in sorted(TUNED.glob("*.jsonl")):
         trials = [json.loads(trial) for trial in path.read_text().splitlines()]
-        best = max(trials, key=lambda trial: trial["tokens_per_s"] or 0.0, default={})
+        best: Any = max(trials, key=lambda trial: trial["tokens_per_s"] or 0.0, default=None)
         if line["config"] and best and _settings(best) == _settings(line["config"]):
             found.append(path)
     near = [(f"-{line['model']}-" not in path.stem, machine not in path.stem) for path in found]
