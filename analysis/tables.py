@@ -326,24 +326,21 @@ def _searched(rivals: pd.DataFrame) -> Iterator[str]:
 def _search(line: pd.Series) -> Path | None:
     """The trials of the search whose best has these settings; of several that of the same model,
     and then of the same kind of machine."""
-    machine, found = kind(line["machine_details"]), []
+    found = []
     for path in sorted(TUNED.glob("*.jsonl")):
         trials = [json.loads(trial) for trial in path.read_text().splitlines()]
         best: Any = max(trials, key=lambda trial: trial["tokens_per_s"] or 0.0, default=None)
         if line["config"] and best and _settings(best) == _settings(line["config"]):
             found.append(path)
-    near = [(f"-{line['model']}-" not in path.stem, machine not in path.stem) for path in found]
-    return min(zip(near, found, strict=True), default=(None, None))[1]
+    wanted = f"-{line['model']}-", kind(line["machine_details"])
+    return min(found, key=lambda path: [part not in path.stem for part in wanted], default=None)
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """What a search may choose, of a row or a trial of any age."""
     groups = in_force(config)
-    beside = {"system": "preset", "process": "timeout_s"}
-    return {
-        name: {key: value for key, value in groups[name].items() if key != left}
-        for name, left in beside.items()
-    }
+    both = [*groups["system"].items(), *groups["process"].items()]
+    return {key: value for key, value in both if key not in ("preset", "timeout_s")}
 
 
 def _notes(line: pd.Series) -> Iterator[str]:
