@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from baselines.model import build_skeleton, config_of, count_params
+from baselines.model import config_of, count_params
 from baselines.options import AS_MANY_AS_FIT, CommonOptions
-from baselines.system import ModelSpec, SystemSpec
+from baselines.system import SystemSpec
 from engine import (
     HOST_OVERHEAD,
     USABLE_DEVICE,
@@ -166,8 +166,3 @@ class PinnedBlocks:
 def process_bytes(device: torch.device, num_processes: int = 1) -> int:
     """Host bytes of processes with torch and CUDA, before any model; not counted on the CPU."""
     return num_processes * HOST_OVERHEAD if device.type == "cuda" else 0
-
-
-def parameter_sizes(model: ModelSpec) -> list[int]:
-    """Elements of each parameter, in the model's order, tied ones once."""
-    return [param.numel() for param in build_skeleton(model, torch.bfloat16).parameters()]

@@ -88,7 +88,7 @@ class Fsdp2(TorchRival):
         host: dict[str, int] = dict(held) if self.offloads else {}
         if not self.offloads:
             device = {**device, **held, "gradients": device["gradients"] + held["gradients"]}
-        sizes = (part(4 * size) for size in footprint.parameter_sizes(spec.model))
+        sizes = (part(4 * size) for size in count.sizes)
         pins = self.offloads and spec.device.type == "cuda"
         host["staging"] = 2 * sum(map(pinned_rounding, sizes)) if pins else 0
         host["other"] = footprint.process_bytes(spec.device)

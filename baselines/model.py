@@ -14,7 +14,7 @@ import functools
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -303,8 +303,13 @@ class ParamCount:
     in_layers: int
     outer: int
     """Embedding, final norm and head."""
-    largest: int
-    """Elements of the largest single parameter."""
+    sizes: Sequence[int]
+    """Elements of each parameter, in the model's order."""
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest single parameter."""
+        return max(self.sizes)
 
     @property
     def total(self) -> int:
@@ -317,18 +322,20 @@ class ParamCount:
         return self.in_layers / self.num_layers
 
 
+@functools.lru_cache(maxsize=8)
 def count_params(spec: ModelSpec) -> ParamCount:
-    """Parameters by kind, from the skeleton: milliseconds and no memory at any size."""
+    """Parameters by kind, from the skeleton: no memory at any size, and for the 48 layers of a 14B
+    a tenth of a second, once: a plan asks often."""
     model = build_skeleton(spec, torch.bfloat16)
     layers = decoder_layers(model)
     sizes = [sum(param.numel() for param in layer.parameters()) for layer in layers]
-    every = [param.numel() for param in model.parameters()]
+    every = tuple(param.numel() for param in model.parameters())
     return ParamCount(
         num_layers=len(layers),
         largest_layer=max(sizes),
         in_layers=sum(sizes),
         outer=sum(every) - sum(sizes),
-        largest=max(every),
+        sizes=every,
     )
 
 

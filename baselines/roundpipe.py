@@ -159,7 +159,7 @@ class RoundPipe(TorchRival):
             **footprint.activation_bytes(dataclasses.replace(spec, shape=shape), kept),
             "checkpoints": 6 * hidden // self._num_parts,  # on their way; they wait on the host
         }
-        pinned = [itemsize * size for size in footprint.parameter_sizes(spec.model)]
+        pinned = [itemsize * size for size in count.sizes]
         again = [itemsize * count.largest] if config.tie_word_embeddings else []
         aligned = sum(map(pinned_rounding, pinned)) if self.options.pinned == "alloc" else 0
         host = {

@@ -31,7 +31,7 @@ class ModelSpec:
     """Label in rows and figures, for example qwen2.5-3b."""
     model_type: str
     """transformers model type, for example qwen2, llama, gemma2."""
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Keyword arguments of the transformers config class."""
     attn_implementation: str = "sdpa"
     checkpoint: str | None = None

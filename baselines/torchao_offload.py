@@ -93,7 +93,7 @@ class TorchaoOffload(TorchRival):
         # them accumulate here.
         alone = spec.shape.num_micro_batches == 1
         gradients = count.largest + count.largest_layer if alone else total
-        pinned = [itemsize * size for size in footprint.parameter_sizes(spec.model)]
+        pinned = [itemsize * size for size in count.sizes]
         device = {
             "weights": itemsize * total,
             "gradients": itemsize * gradients,

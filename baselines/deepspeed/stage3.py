@@ -25,7 +25,7 @@ from baselines.system import ModelSpec, SystemSpec
 def sub_groups(model: ModelSpec, sub_group_size: int, num_ranks: int = 1) -> list[int]:
     """What a rank has of the parameters of each of ZeRO-3's sub-groups; one is closed when that is
     `sub_group_size`."""
-    sizes = [-(-size // num_ranks) for size in footprint.parameter_sizes(model)]
+    sizes = [-(-size // num_ranks) for size in count_params(model).sizes]
     groups = [0]
     for size in sizes:
         if groups[-1] >= sub_group_size and sub_group_size < sum(sizes):
@@ -68,8 +68,9 @@ class Zero3(DeepSpeed):
         count, options = count_params(self.spec.model), self.options
         total, itemsize = count.total, self.spec.dtype.itemsize
         # Live weights: what stays, what is in use, what is kept for reuse, what is fetched ahead.
-        sizes = footprint.parameter_sizes(self.spec.model)
-        persistent = sum(size for size in sizes if size <= options.param_persistence_threshold)
+        persistent = sum(
+            size for size in count.sizes if size <= options.param_persistence_threshold
+        )
         in_use = max(options.max_live_parameters, count.largest) + count.largest_layer
         fetched = min(total, persistent + in_use)
         # The bucket, a second one where copies overlap, the outer gradients beside them; leaf
@@ -137,7 +138,7 @@ class Zero3(DeepSpeed):
     def _weight_blocks(self) -> footprint.PinnedBlocks:
         """What is pinned once the offloaded weights are flat; the blocks of each are freed."""
         blocks, spec, options = footprint.PinnedBlocks(), self.spec, self.options
-        sizes = footprint.parameter_sizes(spec.model) if options.offload_param else []
+        sizes = count_params(spec.model).sizes if options.offload_param else ()
         weights = [spec.dtype.itemsize * spec.part(size) for size in sizes]
         for size in (*weights, sum(weights)) if weights else ():
             blocks.take(size)

@@ -85,11 +85,11 @@ class ZenFlow(Zero2):
         (async_accumulate_grad_in_cpu_via_gpu). Weights that are handed over are cast in pageable
         memory, for torch's `copy_` to a device converts on the host (wait_last_update_and_copy).
         """
-        total, itemsize = count_params(self.spec.model).total, self.spec.dtype.itemsize
+        count, itemsize = count_params(self.spec.model), self.spec.dtype.itemsize
+        total = count.total
         gathered: list[int] = []
         if self.options.update_interval > 1:
-            sizes = footprint.parameter_sizes(self.spec.model)
-            gathered = [itemsize * size for size in sizes]
+            gathered = [itemsize * size for size in count.sizes]
         host = super()._host_plan() | {
             "master": 8 * total,
             "moments": 16 * total,

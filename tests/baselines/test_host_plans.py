@@ -15,6 +15,7 @@ import torch
 
 from baselines import footprint
 from baselines.deepspeed.options import DeepSpeedOptions
+from baselines.model import count_params
 from baselines.registry import build
 from engine import pinned_rounding
 from sweeps.config import cell_from
@@ -120,7 +121,7 @@ def test_zenflow_pins_a_block_for_each_gradient_that_it_gathers_and_keeps_those_
     tmp_path, monkeypatch
 ):
     row, host, _ = registered("zenflow 3B", tmp_path)
-    gathered = [2 * size for size in footprint.parameter_sizes(cell_from(row.config).spec().model)]
+    gathered = [2 * size for size in count_params(cell_from(row.config).spec().model).sizes]
     _, at_once, _ = registered("zenflow 3B", tmp_path, update_interval=1)
     fewer = {kind: host[kind] - at_once[kind] for kind in host}
     assert {kind: size for kind, size in fewer.items() if size} == {
@@ -141,9 +142,7 @@ def test_zero_infinity_holds_its_first_moments_until_they_are_read(tmp_path):
     assert build(row.system, away).plan().disk == {"optimizer": 16 * row.num_params}
     assert host.pop("moments") == 8 * row.num_params
     # The embedding is a sub-group of its own, and the largest.
-    assert in_turn.pop("moments") == 8 * max(
-        footprint.parameter_sizes(cell_from(row.config).spec().model)
-    )
+    assert in_turn.pop("moments") == 8 * max(count_params(cell_from(row.config).spec().model).sizes)
     assert host == in_turn
 
 
@@ -180,7 +179,7 @@ def test_weights_are_pinned_twice_where_they_are_offloaded_and_pinned(monkeypatc
             "zero3", dataclasses.replace(spec, options={**spec.options, **options})
         )._pinned_bytes()
 
-    sizes = [2 * size for size in footprint.parameter_sizes(spec.model)]
+    sizes = [2 * size for size in count_params(spec.model).sizes]
     both = sum(size + pinned_rounding(size) for size in (*sizes, sum(sizes)))
     assert pinned() - pinned(offload_param=False) == both > 3 * sum(sizes)
     monkeypatch.setattr(DeepSpeedOptions, "pins", lambda *_: False)

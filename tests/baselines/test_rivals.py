@@ -23,8 +23,7 @@ from baselines.deepspeed.options import (
     ZenFlowOptions,
     Zero3Options,
 )
-from baselines.footprint import parameter_sizes
-from baselines.model import initial_weights, num_params
+from baselines.model import count_params, initial_weights, num_params
 from baselines.registry import build
 from baselines.rival import adamw_groups, set_lr
 from baselines.system import ModelSpec, Shape, SystemSpec, Unsupported
@@ -461,7 +460,7 @@ def test_zero_infinity_is_taken_by_deepspeed_and_its_plan_has_the_first_moments_
     assert "master" not in host
     monkeypatch.setattr(DeepSpeedOptions, "pins", lambda *_: False)
     pageable = system.plan().host
-    sizes = [2 * size for size in parameter_sizes(spec.model)]
+    sizes = [2 * size for size in count_params(spec.model).sizes]
     blocks = [
         1 << (size - 1).bit_length() for size in (*sizes, sum(sizes), 2 * total)
     ]  # one by one, in one, accumulated gradients
