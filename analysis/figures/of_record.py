@@ -165,7 +165,7 @@ def energy(lines: pd.DataFrame) -> Figure:
     which a run knows several systems. The interval is that of the speed, at the mean power."""
     known = lines[lines["joules_per_token"].notna() & speeds.comparable(lines)]
     known = known.drop_duplicates([*RUN, "family", "mode"])
-    runs = [part for _, part in known.groupby(RUN, dropna=False) if len(part) > 1]
+    runs = [part for _, part in known.groupby(RUN, dropna=False) if part["system"].nunique() > 1]
     shown = max(runs, key=lambda run: (run["num_params"].max(), len(run)))
     shown = shown.sort_values("joules_per_token")
     held = shown["throttle_reasons"].map(names.throttled)

@@ -194,8 +194,8 @@ def test_a_device_too_small_for_every_input_is_told_the_options_that_fit(capsys,
 
 
 def test_a_plan_says_what_windows_will_read(capsys, monkeypatch):
-    """The headline's own: 4.99 s in windows of five steps by the machine's probe, from which most
-    of these rates are."""
+    """The headline's own: two rows have 5.17 and 5.13 s in windows of four, with 40 and 32 threads
+    of AdamW (vs_zero3_14b, 28 November 2026)."""
     study = [
         "model=qwen2.5-14b",
         "system=megatrain_fast",
@@ -212,7 +212,7 @@ def test_a_plan_says_what_windows_will_read(capsys, monkeypatch):
         float(re.search(form, said)[1])
         for form in (r"predicted step ([\d.]+) s", r"  ([\d.]+) s in windows of 5 steps")
     )
-    assert steady < windows == pytest.approx(4.93, rel=0.01)
+    assert steady < windows == pytest.approx(5.15, rel=0.04)
 
 
 @pytest.mark.parametrize(("batch_size", "passes"), [(2, "one pass"), (32, "two passes")])
