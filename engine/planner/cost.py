@@ -160,8 +160,8 @@ class Cost:
         """How much longer the CPU's AdamW takes beside the forward's loads, which share the host's
         memory: by bytes.
 
-        Evictions do not hold it up: this predicts what 40 runs of 7B and 14B updated 2% too long in
-        the mean, and what those did that offload six layers or more 1%.
+        Evictions are left out: predicted so, the updates of 40 runs of 7B and 14B take 2% too long
+        in the mean, of the 17 that offload six layers or more 1% (docs/log.md, 217).
         """
         if not self._updates_beside:
             return 1.0

@@ -212,7 +212,7 @@ def test_a_plan_says_what_windows_will_read(capsys, monkeypatch):
         float(re.search(form, said)[1])
         for form in (r"predicted step ([\d.]+) s", r"  ([\d.]+) s in windows of 5 steps")
     )
-    assert steady < windows == pytest.approx(5.15, rel=0.04)
+    assert steady < windows == pytest.approx(5.15, rel=0.1)
 
 
 @pytest.mark.parametrize(("batch_size", "passes"), [(2, "one pass"), (32, "two passes")])

@@ -60,7 +60,7 @@ MEASURED = measured()
 LAYER_PROBED = "2026-11-27T19"
 """Since then AdamW is probed on a block as large as a layer."""
 SMALL_PROBE = 0.85
-"""What a run did of an older probe, on a smaller block."""
+"""A run's rate of AdamW over that of an older probe, which ran on a smaller block."""
 ON_DISK = 0.15
 """What a prediction may be off by where a step waits for a drive: for five seconds it was probed
 and for minutes it is used."""
@@ -95,18 +95,20 @@ UNEXPLAINED = {
 def probes(row: Row) -> list[dict[str, float]]:
     """What the cells of the row's machine had probed: one probe of AdamW says less of a cell than
     all of its machine's."""
-    alike = [
-        one.plan["rates"]
+    return [
+        probed(one)
         for one in MEASURED.values()
         if (machine(one), pageable(one)) == (machine(row), pageable(row))
     ]
+
+
+def probed(row: Row) -> dict[str, float]:
+    """The rates that the row's cell probed, as today's probe would have read them."""
+    rates: dict[str, float] = row.plan["rates"]
     if row.started_at >= LAYER_PROBED:
-        return alike
+        return rates
     slower = {"adamw_params", "weights_params", "moments_params"}
-    return [
-        {name: rate * (SMALL_PROBE if name in slower else 1) for name, rate in probe.items()}
-        for probe in alike
-    ]
+    return {name: rate * (SMALL_PROBE if name in slower else 1) for name, rate in rates.items()}
 
 
 def pageable(row: Row) -> bool:
