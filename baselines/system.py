@@ -32,7 +32,7 @@ class ModelSpec:
     model_type: str
     """transformers model type, for example qwen2, llama, gemma2."""
     config: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Keyword arguments of the transformers config class."""
+    """Keyword arguments of the transformers config class; compared, but a dict has no hash."""
     attn_implementation: str = "sdpa"
     checkpoint: str | None = None
     """Folder of the weights that training starts from; None is random ones."""

@@ -105,9 +105,8 @@ def test_late_moments_leave_the_weights_alone_to_wait_for():
     # 10 x 12 ms, then 8 x (10 + 20) ms backward, with 10 x 20 ms of moments beside them.
     weights = 0.120 * (1 + 2 / WEIGHTS_BYTES)
     assert step_s(replace(BLOCKS, late_moments=True)) == pytest.approx(weights + 0.240, rel=1e-3)
-    slow = replace(
-        RATES, moments_params=NUMEL / 0.05
-    )  # 10 x 50 ms: the backward waits for its slabs instead
+    # 10 x 50 ms: the backward waits for its slabs instead.
+    slow = replace(RATES, moments_params=NUMEL / 0.05)
     assert step_s(replace(BLOCKS, late_moments=True), slow) == pytest.approx(
         weights + 10 * 0.050, rel=1e-3
     )
