@@ -232,8 +232,16 @@ class DeepSpeed(Rival):
     def close(self) -> None:
         """Release pinned memory and the process group; idempotent."""
         if self._engine is not None:
-            self._engine.destroy()
-            self._engine = None
+            engine, self._engine = self._engine, None
+            optimizer = engine.optimizer
+            engine.destroy()
+            # ZeRO-3's hooks on parameters, which no collector sees through, hold these: the model
+            # would stay, and the group, whose thread wakes a hundred times a second.
+            offload = getattr(optimizer, "parameter_offload", None)
+            for each in (offload, optimizer, *(param for _, param in self._named)):
+                if each is not None:
+                    vars(each).clear()
+            engine.data_parallel_group = engine.seq_data_parallel_group = None
             del self._named
             # DeepSpeed replaced it, for whatever else this process may train.
             F.linear = self._linear

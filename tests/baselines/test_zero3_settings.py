@@ -4,6 +4,8 @@ makes of them, and the plan."""
 from __future__ import annotations
 
 import dataclasses
+import gc
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,6 +44,25 @@ def test_sub_groups_are_those_that_deepspeed_makes():
     finally:
         system.close()
     assert sub_groups(spec.model, 10**9) == [num_params(spec.model)]
+
+
+@pytest.mark.parametrize("name", ["zero3", "zero3_twinflow"])
+def test_a_closed_system_leaves_no_thread_of_its_group(name):
+    """Each would wake a hundred times a second until the process ends."""
+    spec = parity.make_spec()
+    before = polling()
+    with parity.running(name, spec) as system:
+        parity.train(system, spec, range(2))
+        assert polling() - before
+    del system
+    gc.collect()
+    assert not polling() - before
+
+
+def polling() -> set[str]:
+    """Threads of this process that wait for Gloo's sockets."""
+    names = Path("/proc/self/task").glob("*/comm")
+    return {str(name) for name in names if name.read_text().startswith("gloo_tcp")}
 
 
 @pytest.mark.parametrize(("preset", "kept"), [("zero3_optimizer", True), ("zero3", False)])

@@ -29,11 +29,10 @@ SMALL = [
 QUICK = ["measure=brief", "logging=none", "data.max_bytes=65536"]
 CHOSEN: dict[str, dict[str, str]] = {
     "device_memory": {"machine.device_bytes": "16000000000", "system": "megatrain_fast,zero3"},
-    "double_buffering": {},
     "model_size": {},
 }
-"""Studies that show what only processes of their own do: compiled layers and ZeRO-3, two axes, a
-cell without room. Every study runs without processes in tests/sweeps/test_ablations.py."""
+"""Studies that show what only processes of their own do: compiled layers and ZeRO-3, a cell without
+room. Every study runs without processes in tests/sweeps/test_ablations.py."""
 
 
 def ran(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
