@@ -232,17 +232,28 @@ class DeepSpeed(Rival):
     def close(self) -> None:
         """Release pinned memory and the process group; idempotent."""
         if self._engine is not None:
-            engine, self._engine = self._engine, None
-            optimizer = engine.optimizer
-            engine.destroy()
-            # ZeRO-3's hooks on parameters, which no collector sees through, hold these: the model
-            # would stay, and the group, whose thread wakes a hundred times a second.
-            offload = getattr(optimizer, "parameter_offload", None)
-            for each in (offload, optimizer, *(param for _, param in self._named)):
-                if each is not None:
-                    vars(each).clear()
-            engine.data_parallel_group = engine.seq_data_parallel_group = None
+            self._engine.destroy()
+            engine, self._engine, self._adam = self._engine, None, None
+            _let_go(engine, [param for _, param in self._named])
             del self._named
             # DeepSpeed replaced it, for whatever else this process may train.
             F.linear = self._linear
         super().close()
+
+
+def _let_go(engine: Any, params: list[torch.nn.Parameter]) -> None:
+    """Have a destroyed engine hold nothing: hooks of ZeRO-3 on parameters, through which no
+    collector sees, hold its optimizer. The model would stay, and the process group, whose thread
+    wakes a hundred times a second.
+
+    Where the optimizer's state is on a disk, all stays: writes may be on their way, and DeepSpeed
+    aborts the process if their handle goes before they end.
+    """
+    optimizer = engine.optimizer
+    if getattr(optimizer, "swap_optimizer", False):
+        return
+    offload = getattr(optimizer, "parameter_offload", None)
+    for each in (offload, optimizer, *params):
+        if each is not None:
+            vars(each).clear()
+    engine.data_parallel_group = engine.seq_data_parallel_group = None
