@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from analysis import names, speeds, studies, tables
-from analysis.speeds import Ratio
+from analysis.speeds import Ratio, few_rounds
 from analysis.studies import Study
 from sweeps.agreement import ADAPTERS, REFERENCE
 
@@ -56,9 +56,11 @@ def _alike(main: pd.DataFrame, others: Sequence[pd.DataFrame]) -> list[pd.DataFr
 
 
 def _known(found: Ratio, *, change: bool = False) -> str:
-    """`1.75x (95% interval 1.59 to 1.93)`, or as a change."""
-    told = found.told(change=change, about="95% interval ").replace("–", " to ")
-    return f"{told} (too few windows for an interval)" if pd.isna(found.lo) else told
+    """`1.75x (95% interval 1.59 to 1.93)`, where they are few with the rounds; or as a change."""
+    few = "" if change else few_rounds([found])
+    few = few and f"{few}, "
+    told = found.told(change=change, about=f"{few}95% interval ").replace("–", " to ")
+    return f"{told} ({few}too few windows for an interval)" if pd.isna(found.lo) else told
 
 
 def _comparison(study: Study, ready: pd.DataFrame, others: Sequence[pd.DataFrame]) -> str:

@@ -1,6 +1,7 @@
 """Numbers in prose: a marker in a page names a number, and this fills it in from the rows.
 
-    <!--{ratio:vs_zero3_14b/fast/zero3}-->1.75x<!--/-->          shown as 1.75x
+    <!--{ratio:vs_zero3_14b/fast/zero3}-->1.75x<!--/-->          shown as 1.75x, with its rounds in
+                                        brackets where both ran in fewer than three
     <!--{interval:vs_zero3_7b@ba71c3ca/fast/twinflow}-->...   of that run, else the leading one
     <!--{share:saving@2fa189ef/fast}-->95%<!--/-->               of the peak that its GPU sustains
     <!--{heldout:quality@98d7b6ad/fast_float8/fast}-->0.0014 nats below<!--/-->     where one ends
@@ -80,15 +81,14 @@ def number(kind: str, what: str, lines: pd.DataFrame) -> str:
             case "machine", [one]:
                 return names.machine(one.to_frame().T)
             case "ratio", [one, base]:
-                return speeds.ratio(one, base).times
+                return _times([speeds.ratio(one, base)])
             case "interval", [one, base]:
                 return speeds.ratio(one, base).interval or "no interval"
             case "table", [length]:
                 shown = tables.of(studies.of_rows(str(here.iloc[0]["study"]), here), here)
                 return f"\n{tables.markdown(shown[: int(length)])}\n"
             case "spread", [_, _]:
-                found = ratios(every, selectors)
-                return " to ".join(dict.fromkeys([found[0].times, found[-1].times]))
+                return _times(ratios(every, selectors))
             case "runs", [_, _]:
                 many = len(ratios(every, selectors))
                 return f"{many} run{'s' if many > 1 else ''}"
@@ -99,6 +99,13 @@ def number(kind: str, what: str, lines: pd.DataFrame) -> str:
         raise ValueError(f"allowed {KINDS}, each of its number of lines; mend the marker")
     except ValueError as error:
         raise ValueError(f"{{{kind}:{what}}}: {error}") from None
+
+
+def _times(found: list[speeds.Ratio]) -> str:
+    """The least to the largest of sorted ratios, and in how many rounds where those are few."""
+    ends = " to ".join(dict.fromkeys([found[0].times, found[-1].times]))
+    few = speeds.few_rounds(found)
+    return f"{ends} ({few})" if few else ends
 
 
 def _search(kind: str, name: str) -> str:

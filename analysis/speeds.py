@@ -31,11 +31,13 @@ MEAN += ["mfu_sustained"]
 
 
 class Ratio(NamedTuple):
-    """How many times as fast one line is as another; lo and hi are NaN without an interval."""
+    """How many times as fast one line is as another; lo and hi are NaN without an interval, and
+    rounds is how often both of them ran."""
 
     value: float
     lo: float
     hi: float
+    rounds: int
 
     @property
     def times(self) -> str:
@@ -58,6 +60,11 @@ class Ratio(NamedTuple):
         if change:
             head, interval = self.change, f"{percent(self.lo - 1)} to {percent(self.hi - 1)}"
         return head if pd.isna(self.lo) else f"{head} ({about}{interval})"
+
+
+def few_rounds(found: list[Ratio]) -> str:
+    """`one round` or `two rounds` where these ratios' systems ran together no more often."""
+    return {1: "one round", 2: "two rounds"}.get(sum(one.rounds for one in found), "")
 
 
 def percent(change: float) -> str:
@@ -133,7 +140,8 @@ def ratio(first: Any, base: Any) -> Ratio:
         spread = (squared**2 / [first["degrees"], base["degrees"]]).sum()
         degrees = np.fmax(1, np.floor(squared.sum() ** 2 / spread))
     factor = _factor(np.sqrt(squared.sum()), degrees)
-    return Ratio(value=value, lo=value / factor, hi=value * factor)
+    rounds = int(min(first["num_repeats"], base["num_repeats"]))
+    return Ratio(value=value, lo=value / factor, hi=value * factor, rounds=rounds)
 
 
 def comparable(found: pd.DataFrame) -> pd.Series:

@@ -36,7 +36,9 @@ def test_the_headline_is_a_comparison_though_zero3_is_run_in_two_ways() -> None:
     ((study, lines),) = report.sections(framed(given))
     assert study.compares
     told = answers.answer(study, lines)
-    assert told.startswith("MegaTrain fast is 3.00x (95% interval 3.00 to 3.00) as fast as ZeRO-3")
+    assert told.startswith(
+        "MegaTrain fast is 3.00x (one round, 95% interval 3.00 to 3.00) as fast as ZeRO-3"
+    )
     assert [len(part) for part in studies.parts(study, lines)] == [3, 3, 2]
     assert {round(one, 9) for one in of_record.ratios(lines)["value"]} == {3.0, 4.0}
 

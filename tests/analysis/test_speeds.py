@@ -127,9 +127,8 @@ def test_intervals_of_three_repeats_cover_the_truth(between: float, within: floa
             windows = scale * np.exp(
                 generator.normal(0, between, (3, 1)) + generator.normal(0, within, (3, 3))
             )
-            pools.append(
-                speeds.speed([1 / float(repeat.mean()) for repeat in windows], windows.tolist())
-            )
+            pool = speeds.speed([1 / float(each.mean()) for each in windows], windows.tolist())
+            pools.append(pool | {"num_repeats": len(windows)})
         found = speeds.ratio(*pools)
         held[0] += pools[0]["lo"] <= 1.0 <= pools[0]["hi"]
         held[1] += found.lo <= 2.0 <= found.hi
