@@ -182,15 +182,16 @@ def _fakes(
     decoder: Decoder, mode: fake_tensor.FakeTensorMode, dtype: torch.dtype, device: torch.device
 ) -> dict[int, Any]:
     """What `copy.deepcopy` takes for each parameter and buffer."""
+    modules = [decoder.model, *(template.module for template in decoder.templates)]
     found: dict[int, Any] = {}
-    for module in [decoder.model, *(template.module for template in decoder.templates)]:
-        for parameter in module.parameters():
-            with mode:
+    with mode:
+        for module in dict.fromkeys(modules):  # layers share templates, and templates a module
+            for parameter in module.parameters():
                 found[id(parameter)] = nn.Parameter(
                     torch.empty(parameter.shape, dtype=dtype, device=device)
                 )
-        for buffer in module.buffers():
-            found[id(buffer)] = mode.from_tensor(buffer).to(device)
+            for buffer in module.buffers():
+                found[id(buffer)] = mode.from_tensor(buffer).to(device)
     return found
 
 

@@ -57,8 +57,15 @@ def test_a_system_plans_for_packed_documents_where_the_text_is_of_files() -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", GROUPS["experiment"])
-@pytest.mark.parametrize("system", GROUPS["system"])
+@pytest.mark.parametrize(
+    ("name", "system"),
+    [
+        (name, system)
+        for first, name in enumerate(GROUPS["experiment"])
+        for second, system in enumerate(GROUPS["system"])
+        if (first + second) % 3 == 0  # a third of all pairs takes every one in
+    ],
+)
 def test_every_experiment_composes(name: str, system: str) -> None:
     cell = composed(f"+experiment={name}", f"system={system}")
     assert cell.experiment == name
