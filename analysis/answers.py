@@ -95,16 +95,21 @@ def _again(others: Sequence[pd.DataFrame], best: Any, base: Any) -> str:
         called = ready.apply(names.name, axis=1) if len(ready) else pd.Series(dtype=str)
         pair = [ready[called == names.name(one)] for one in (best, base)]
         if all(map(len, pair)):
-            found.append(speeds.ratio(*map(speeds.fastest, pair)))
-    return _elsewhere([one.times for one in sorted(found)])
+            first, second = map(speeds.fastest, pair)
+            if not speeds.unsettled(first) and not speeds.unsettled(second):
+                found.append(speeds.ratio(first, second))
+    few = few_rounds(found).removeprefix(f"{len(found)} runs of ")  # the sentence counts them
+    return _elsewhere([one.times for one in sorted(found)], few)
 
 
-def _elsewhere(told: Sequence[str]) -> str:
-    """` In 3 other runs it is LEAST to MOST.`, of what is sorted; empty without any."""
+def _elsewhere(told: Sequence[str], note: str = "") -> str:
+    """` In 3 other runs it is LEAST to MOST.`, of what is sorted, with a note in brackets; empty
+    without any."""
     if not told:
         return ""
     where = "another run" if len(told) == 1 else f"{len(told)} other runs"
-    return f" In {where} it is {' to '.join(dict.fromkeys((told[0], told[-1])))}."
+    ends = " to ".join(dict.fromkeys((told[0], told[-1])))
+    return f" In {where} it is {ends}{note and f' ({note})'}."
 
 
 def _over_zero3(study: Study, ready: pd.DataFrame) -> str | None:

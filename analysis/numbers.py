@@ -1,7 +1,7 @@
 """Numbers in prose: a marker in a page names a number, and this fills it in from the rows.
 
-    <!--{ratio:vs_zero3_14b/fast/zero3}-->1.75x<!--/-->          shown as 1.75x, with its rounds in
-                                        brackets where both ran in fewer than three
+    <!--{ratio:vs_zero3_14b/fast/zero3}-->1.75x<!--/-->          shown as 1.75x
+    <!--{ratio:vs_zero3_14b/paper/zero3}-->0.95x (one round)<!--/-->      where rounds are few
     <!--{interval:vs_zero3_7b@ba71c3ca/fast/twinflow}-->...   of that run, else the leading one
     <!--{share:saving@2fa189ef/fast}-->95%<!--/-->               of the peak that its GPU sustains
     <!--{heldout:quality@98d7b6ad/fast_float8/fast}-->0.0014 nats below<!--/-->     where one ends
@@ -25,7 +25,7 @@ import pandas as pd
 from analysis import answers, names, speeds, studies, tables
 from sweeps.identity import TUNED
 
-KINDS = "speed, share, heldout, repeats, machine, ratio, interval, spread, runs, least, most, gain"
+KINDS = "speed, share, heldout, repeats, machine, ratio, interval, spread, least, most, gain"
 KINDS += ", trials, table"
 MARKER = re.compile(r"(<!--\{([a-z_]+):([^}]*)\}-->).*?<!--/-->", re.DOTALL)
 
@@ -47,13 +47,15 @@ def line(lines: pd.DataFrame, selector: str) -> Any:
 
 
 def ratios(lines: pd.DataFrame, selectors: list[str]) -> list[speeds.Ratio]:
-    """The ratio of two lines in every run that measured both, the least first. Raises ValueError
-    where none did."""
+    """The ratio of two lines in every run that measured both, the least first; not where the
+    windows of one were still getting faster. Raises ValueError where none did."""
     found = []
     for _, mine in lines.groupby("run"):
         mine = studies.main_part(studies.of_rows(str(mine["study"].iloc[0]), mine), mine)
         with suppress(ValueError):
-            found.append(speeds.ratio(*[line(mine, selector) for selector in selectors]))
+            pair = [line(mine, selector) for selector in selectors]
+            if not any(map(speeds.unsettled, pair)):
+                found.append(speeds.ratio(*pair))
     if not found:
         raise ValueError("no run measured both; mend the marker")
     return sorted(found, key=lambda one: one.value)
@@ -67,7 +69,7 @@ def number(kind: str, what: str, lines: pd.DataFrame) -> str:
     try:
         here, every = run_of(place, lines), lines[lines["study"] == place]
         asked: list[Any] = selectors
-        if kind not in ("spread", "runs", "table"):
+        if kind not in ("spread", "table"):
             asked = [line(here, selector) for selector in selectors]
         match kind, asked:
             case "speed", [one]:
@@ -89,9 +91,6 @@ def number(kind: str, what: str, lines: pd.DataFrame) -> str:
                 return f"\n{tables.markdown(shown[: int(length)])}\n"
             case "spread", [_, _]:
                 return _times(ratios(every, selectors))
-            case "runs", [_, _]:
-                many = len(ratios(every, selectors))
-                return f"{many} run{'s' if many > 1 else ''}"
             case "least" | "most", []:
                 x = str(studies.of_rows(place, every).x)
                 known = every[every["tokens_per_s"].notna()][x].dropna()

@@ -9,19 +9,22 @@ Invariant: fewer than three samples give no interval rather than a narrow one, a
 two runs.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
-from sweeps.agreement import ADAPTERS, REFERENCE
+from sweeps.agreement import ADAPTERS, REFERENCE, repeat_of
 
 FLOAT8 = "float8"
 """The experiment that varies what layers multiply in."""
 
 LEVEL = 0.95
 MIN_SAMPLES = 3
+ENOUGH_ROUNDS = 3
+"""What a ratio takes to stand without a word on its rounds."""
 LINE = ["study", "run", "configuration", "family", "mode"]
 """What the repeats of one measurement share."""
 LARGEST = ["device_gb", "host_gb", "max_loss_difference"]
@@ -31,8 +34,8 @@ MEAN += ["mfu_sustained"]
 
 
 class Ratio(NamedTuple):
-    """How many times as fast one line is as another; lo and hi are NaN without an interval, and
-    rounds is how often both of them ran."""
+    """How many times as fast one line is as another; lo and hi are NaN without an interval.
+    rounds: in how many of its run both were measured."""
 
     value: float
     lo: float
@@ -62,9 +65,19 @@ class Ratio(NamedTuple):
         return head if pd.isna(self.lo) else f"{head} ({about}{interval})"
 
 
-def few_rounds(found: list[Ratio]) -> str:
-    """`one round` or `two rounds` where these ratios' systems ran together no more often."""
-    return {1: "one round", 2: "two rounds"}.get(sum(one.rounds for one in found), "")
+def few_rounds(found: Sequence[Ratio]) -> str:
+    """In how many rounds the systems of these ratios, one a run, took turns: `one round`,
+    `2 runs of one round`, `three rounds in 5 of 10 runs`; empty where in no run in fewer than
+    ENOUGH_ROUNDS."""
+    few = sorted({one.rounds for one in found if one.rounds < ENOUGH_ROUNDS})
+    if not few:
+        return ""
+    runs = len(found)
+    if enough := sum(one.rounds >= ENOUGH_ROUNDS for one in found):
+        return f"three rounds in {enough} of {runs} runs"
+    told = " or ".join({1: "one", 2: "two"}[rounds] for rounds in few)
+    told += " round" if few[-1] == 1 else " rounds"
+    return f"{runs} runs of {told}" if runs > 1 else told
 
 
 def percent(change: float) -> str:
@@ -94,12 +107,21 @@ def _pooled(repeats: pd.DataFrame) -> dict[str, Any]:
         "counters": _worst(list(told["counters"])),
         "reason": "; ".join(dict.fromkeys(filter(None, told["reason"]))),
         "num_repeats": len(measured),
+        "rounds": frozenset(measured["config"].map(repeat_of)),
         "num_failed": len(repeats) - len(measured),
         **told[LARGEST].max(),
         **1 / (1 / told[MEAN].astype(float)).mean(),  # all work over all seconds
         **speed(list(measured["tokens_per_s"]), list(measured["step_s"])),
         "step_s": [second for windows in told["step_s"] for second in windows],
     }
+
+
+def unsettled(line: Any) -> bool:
+    """Whether every window of a line that ran once was faster than the one before, and the last by
+    more than a little: its speed is too low."""
+    windows = pd.Series(line["step_s"])
+    faster = windows.is_monotonic_decreasing and windows.iloc[-1] < 0.98 * windows.mean()
+    return bool(faster and line["num_repeats"] == 1)
 
 
 def _worst(counters: list[Any]) -> dict[str, Any]:
@@ -140,7 +162,7 @@ def ratio(first: Any, base: Any) -> Ratio:
         spread = (squared**2 / [first["degrees"], base["degrees"]]).sum()
         degrees = np.fmax(1, np.floor(squared.sum() ** 2 / spread))
     factor = _factor(np.sqrt(squared.sum()), degrees)
-    rounds = int(min(first["num_repeats"], base["num_repeats"]))
+    rounds = len(first["rounds"] & base["rounds"])
     return Ratio(value=value, lo=value / factor, hi=value * factor, rounds=rounds)
 
 

@@ -364,7 +364,5 @@ def _notes(line: pd.Series) -> Iterator[str]:
         yield line["reason"]
     if line["num_failed"]:
         yield f"{line['num_failed']} of its repeats failed"
-    windows = pd.Series(line["step_s"])
-    faster = windows.is_monotonic_decreasing and windows.iloc[-1] < 0.98 * windows.mean()
-    if faster and line["num_repeats"] == 1:
+    if speeds.unsettled(line):
         yield "its windows were still getting faster, so its speed is too low"

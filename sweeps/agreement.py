@@ -7,7 +7,8 @@ no row's speed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sweeps.identity import PLAIN, products_of
 from sweeps.result import Row
@@ -18,7 +19,7 @@ STAND_IN = "zero3"
 """The reference where REFERENCE was not measured: an independent implementation with an fp32
 master."""
 STAND_IN_KEPT = "kept"
-"""The one preset of it that may be: the same arithmetic, less recomputation."""
+"""The one preset of either that may be: the same arithmetic, less recomputation."""
 STAND_IN_ON_DISK = "zero_infinity"
 """The same arithmetic too, its optimizer's state on a disk: the last resort."""
 ADAPTERS = ("lora", "qlora")
@@ -40,7 +41,7 @@ def compared(row: Row, rows: Sequence[Row], *, complete: bool = False) -> Row:
 
     The reference is REFERENCE, eager. STAND_IN, eager, takes its place where rows say that there is
     no room for it; where `rows` are `complete`, wherever it was not measured, and then also
-    compiled, STAND_IN_KEPT, REFERENCE compiled or, as a last resort, STAND_IN_ON_DISK. The latest
+    compiled, STAND_IN_KEPT, REFERENCE so or, as a last resort, STAND_IN_ON_DISK. The latest
     of its rows counts, of those on the fewest ranks the first of its repeats; its others are
     compared with that one like any row.
     """
@@ -56,12 +57,12 @@ def compared(row: Row, rows: Sequence[Row], *, complete: bool = False) -> Row:
     kinds: list[tuple[str, str | None, bool]] = [(REFERENCE, None, False)]
     kinds += [(STAND_IN, None, False)] * (refused or complete)
     kinds += [(STAND_IN, None, True), (STAND_IN, STAND_IN_KEPT, True)] * complete
-    kinds += [(REFERENCE, None, True)] * complete
+    kinds += [(REFERENCE, None, True), (REFERENCE, STAND_IN_KEPT, True)] * complete
     kinds += [(STAND_IN_ON_DISK, None, False), (STAND_IN_ON_DISK, None, True)] * complete
     measured = [item for item in (row, *beside) if item.status == "ok" and _kind(item) in kinds]
     reference = min(
         measured,
-        key=lambda item: (kinds.index(_kind(item)), item.num_ranks, _repeat(item)),
+        key=lambda item: (kinds.index(_kind(item)), item.num_ranks, repeat_of(item.config)),
         default=None,
     )
     if reference is row:
@@ -89,5 +90,6 @@ def is_compiled(row: Row) -> bool:
     return bool(row.config.get("system", {}).get("compile"))
 
 
-def _repeat(row: Row) -> int:
-    return int(row.config.get("measure", {}).get("repeat", 1))
+def repeat_of(config: Mapping[str, Any]) -> int:
+    """Which round of its run a row of this config is of; older ones had one."""
+    return int(config.get("measure", {}).get("repeat", 1))

@@ -169,17 +169,17 @@ def energy(lines: pd.DataFrame) -> Figure:
     shown = max(runs, key=lambda run: (run["num_params"].max(), len(run)))
     shown = shown.sort_values("joules_per_token")
     held = shown["throttle_reasons"].map(names.throttled)
-    words = ("clock held down by " + held).where(held != "")
     power = shown["joules_per_token"] * shown["tokens_per_s"]
     ends = {"lo": power / shown["hi"], "hi": power / shown["lo"]}
-    shown = shown.assign(label=tables.labels(shown), words=words, **ends)
+    shown = shown.assign(label=tables.labels(shown), words=held.where(held != ""), **ends)
     figure = Figure(figsize=(style.PAGE_IN, 0.9 + 0.36 * len(shown)))
     style.bars(figure.subplots(), shown, "joules_per_token", "#.3g")
     least = shown.iloc[0]
     then = shown[shown["system"] != least["system"]].iloc[0]
     joules = least["joules_per_token"]
     less = f"{1 - joules / then['joules_per_token']:.0%} less than {names.name(then)}"
-    about = f"{names.setup(shown)}; bars: 95% intervals of the speed, at the mean power"
+    about = f"{names.setup(shown)}; bars: 95% intervals of the speed, at the mean power; beside "
+    about += "each: what held the clock down, and for how much of the time"
     style.titled(figure, f"{names.name(least)} takes {joules:#.3g} J a token, {less}", about)
     return figure
 

@@ -128,7 +128,7 @@ def test_intervals_of_three_repeats_cover_the_truth(between: float, within: floa
                 generator.normal(0, between, (3, 1)) + generator.normal(0, within, (3, 3))
             )
             pool = speeds.speed([1 / float(each.mean()) for each in windows], windows.tolist())
-            pools.append(pool | {"num_repeats": len(windows)})
+            pools.append(pool | {"rounds": frozenset(range(len(windows)))})
         found = speeds.ratio(*pools)
         held[0] += pools[0]["lo"] <= 1.0 <= pools[0]["hi"]
         held[1] += found.lo <= 2.0 <= found.hi
@@ -200,3 +200,39 @@ def test_cores_of_a_host_that_a_process_was_kept_from_are_told() -> None:
     assert names.machine(found[:2]) == "no GPU, 16 cores"
     assert names.machine(found[2:3]) == "no GPU, 16 of 64 cores"
     assert names.machine(found) == "no GPU, 16 or 16 of 64 or 64 cores"
+
+
+@pytest.mark.parametrize(
+    ("rounds", "told"),
+    [
+        ([1], "one round"),
+        ([2], "two rounds"),
+        ([3], ""),
+        ([4, 3], ""),
+        ([1, 1, 1], "3 runs of one round"),
+        ([2, 1], "2 runs of one or two rounds"),
+        ([1, 3, 3, 2], "three rounds in 2 of 4 runs"),
+    ],
+)
+def test_few_rounds_are_told(rounds: list[int], told: str) -> None:
+    """Rounds of one run make up for none that another lacks."""
+    found = [speeds.Ratio(value=1.0, lo=1.0, hi=1.0, rounds=each) for each in rounds]
+    assert speeds.few_rounds(found) == told
+
+
+def test_a_round_counts_where_both_systems_ran_in_it() -> None:
+    """Two repeats each, of which one is of the same round."""
+    made = [
+        row(
+            system,
+            [1.0] * 3,
+            cell=f"{system}{repeat}",
+            config=dict(composed(f"system={system}", f"measure.repeat={repeat}").config),
+        )
+        for system, repeats in (("megatrain", (1, 2)), ("zero3", (2, 3)))
+        for repeat in repeats
+    ]
+    assigned = studies.assigned(framed(made)).assign(run="1")
+    ours, theirs = (one for _, one in speeds.lines(assigned).iterrows())
+    assert (ours["num_repeats"], theirs["num_repeats"]) == (2, 2)
+    assert speeds.ratio(ours, theirs).rounds == 1

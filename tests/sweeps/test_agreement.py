@@ -122,6 +122,9 @@ def test_training_in_memory_compiled_stands_in_where_no_eager_one_was_measured()
     far = row("in_memory", 1.5, compile=True)
     assert compared(MINE, [far, EAGER], complete=True).agrees is False  # ZeRO-3 comes first
     assert compared(far, [far, row("zero_infinity", 1.0)], complete=True).agrees is True
+    kept = dataclasses.replace(row("in_memory", 1.004, compile=True), preset="kept")
+    assert both_ways(MINE, [kept]) == (None, True)
+    assert compared(kept, [kept, fits], complete=True).max_loss_difference == pytest.approx(0.002)
 
 
 def test_of_its_repeats_the_first_is_the_reference_for_the_others_too() -> None:
