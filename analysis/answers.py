@@ -56,9 +56,10 @@ def _alike(main: pd.DataFrame, others: Sequence[pd.DataFrame]) -> list[pd.DataFr
 
 
 def _known(found: Ratio, *, change: bool = False) -> str:
-    """`1.75x (95% interval 1.59 to 1.93)`, where they are few with the rounds; or as a change."""
-    few = "" if change else few_rounds([found])
-    few = few and f"{few}, "
+    """`1.75x (95% interval 1.59 to 1.93)`, its rounds in the brackets too where those are few; or
+    as a change."""
+    rounds = "" if change else few_rounds([found])
+    few = f"{rounds}, " if rounds else ""
     told = found.told(change=change, about=f"{few}95% interval ").replace("–", " to ")
     return f"{told} ({few}too few windows for an interval)" if pd.isna(found.lo) else told
 
@@ -90,16 +91,15 @@ def _comparison(study: Study, ready: pd.DataFrame, others: Sequence[pd.DataFrame
 
 def _again(others: Sequence[pd.DataFrame], best: Any, base: Any) -> str:
     """How fast the one is over the other in the other runs that have both; empty without any."""
-    found = []
+    pairs = []
     for ready in others:
         called = ready.apply(names.name, axis=1) if len(ready) else pd.Series(dtype=str)
         pair = [ready[called == names.name(one)] for one in (best, base)]
         if all(map(len, pair)):
-            first, second = map(speeds.fastest, pair)
-            if not speeds.unsettled(first) and not speeds.unsettled(second):
-                found.append(speeds.ratio(first, second))
+            pairs.append([speeds.fastest(one) for one in pair])
+    found = speeds.ratios(pairs)
     few = few_rounds(found).removeprefix(f"{len(found)} runs of ")  # the sentence counts them
-    return _elsewhere([one.times for one in sorted(found)], few)
+    return _elsewhere([one.times for one in found], few)
 
 
 def _elsewhere(told: Sequence[str], note: str = "") -> str:

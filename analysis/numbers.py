@@ -47,18 +47,17 @@ def line(lines: pd.DataFrame, selector: str) -> Any:
 
 
 def ratios(lines: pd.DataFrame, selectors: list[str]) -> list[speeds.Ratio]:
-    """The ratio of two lines in every run that measured both, the least first; not where the
-    windows of one were still getting faster. Raises ValueError where none did."""
-    found = []
+    """`speeds.ratios` of two lines in every run that measured both. Raises ValueError where none
+    did."""
+    pairs = []
     for _, mine in lines.groupby("run"):
         mine = studies.main_part(studies.of_rows(str(mine["study"].iloc[0]), mine), mine)
         with suppress(ValueError):
-            pair = [line(mine, selector) for selector in selectors]
-            if not any(map(speeds.unsettled, pair)):
-                found.append(speeds.ratio(*pair))
+            pairs.append([line(mine, selector) for selector in selectors])
+    found = speeds.ratios(pairs)
     if not found:
         raise ValueError("no run measured both; mend the marker")
-    return sorted(found, key=lambda one: one.value)
+    return found
 
 
 def number(kind: str, what: str, lines: pd.DataFrame) -> str:

@@ -9,7 +9,7 @@ Invariant: fewer than three samples give no interval rather than a narrow one, a
 two runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +35,7 @@ MEAN += ["mfu_sustained"]
 
 class Ratio(NamedTuple):
     """How many times as fast one line is as another; lo and hi are NaN without an interval.
-    rounds: in how many of its run both were measured."""
+    rounds: in how many rounds of their run both were measured."""
 
     value: float
     lo: float
@@ -67,8 +67,7 @@ class Ratio(NamedTuple):
 
 def few_rounds(found: Sequence[Ratio]) -> str:
     """In how many rounds the systems of these ratios, one a run, took turns: `one round`,
-    `2 runs of one round`, `three rounds in 5 of 10 runs`; empty where in no run in fewer than
-    ENOUGH_ROUNDS."""
+    `2 runs of one round`, `three rounds in 5 of 10 runs`; empty where each had ENOUGH_ROUNDS."""
     few = sorted({one.rounds for one in found if one.rounds < ENOUGH_ROUNDS})
     if not few:
         return ""
@@ -164,6 +163,12 @@ def ratio(first: Any, base: Any) -> Ratio:
     factor = _factor(np.sqrt(squared.sum()), degrees)
     rounds = len(first["rounds"] & base["rounds"])
     return Ratio(value=value, lo=value / factor, hi=value * factor, rounds=rounds)
+
+
+def ratios(pairs: Iterable[Sequence[Any]]) -> list[Ratio]:
+    """Of each run's two lines, the least first; not where the windows of one were still getting
+    faster."""
+    return sorted(ratio(*pair) for pair in pairs if not any(map(unsettled, pair)))
 
 
 def comparable(found: pd.DataFrame) -> pd.Series:

@@ -41,7 +41,7 @@ def compared(row: Row, rows: Sequence[Row], *, complete: bool = False) -> Row:
 
     The reference is REFERENCE, eager. STAND_IN, eager, takes its place where rows say that there is
     no room for it; where `rows` are `complete`, wherever it was not measured, and then also
-    compiled, STAND_IN_KEPT, REFERENCE so or, as a last resort, STAND_IN_ON_DISK. The latest
+    compiled, STAND_IN_KEPT, REFERENCE likewise or, as a last resort, STAND_IN_ON_DISK. The latest
     of its rows counts, of those on the fewest ranks the first of its repeats; its others are
     compared with that one like any row.
     """

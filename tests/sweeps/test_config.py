@@ -70,7 +70,7 @@ def own(experiment: str) -> list[str]:
         (name, system)
         for first, name in enumerate(GROUPS["experiment"])
         for second, system in enumerate(GROUPS["system"])
-        # A third of all other pairs: each of both in many.
+        # And a third of all other pairs, which has every system and every experiment.
         if system in own(name) or (first + second) % 3 == 0
     ],
 )
