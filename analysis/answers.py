@@ -98,8 +98,7 @@ def _again(others: Sequence[pd.DataFrame], best: Any, base: Any) -> str:
         if all(map(len, pair)):
             pairs.append([speeds.fastest(one) for one in pair])
     found = speeds.ratios(pairs)
-    few = few_rounds(found).removeprefix(f"{len(found)} runs of ")  # the sentence counts them
-    return _elsewhere([one.times for one in found], few)
+    return _elsewhere([one.times for one in found], few_rounds(found))
 
 
 def _elsewhere(told: Sequence[str], note: str = "") -> str:

@@ -67,7 +67,7 @@ class Ratio(NamedTuple):
 
 def few_rounds(found: Sequence[Ratio]) -> str:
     """In how many rounds the systems of these ratios, one a run, took turns: `one round`,
-    `2 runs of one round`, `three rounds in 5 of 10 runs`; empty where each had ENOUGH_ROUNDS."""
+    `one round in each run`, `three rounds in 5 of 10 runs`; empty where each had ENOUGH_ROUNDS."""
     few = sorted({one.rounds for one in found if one.rounds < ENOUGH_ROUNDS})
     if not few:
         return ""
@@ -76,7 +76,7 @@ def few_rounds(found: Sequence[Ratio]) -> str:
         return f"three rounds in {enough} of {runs} runs"
     told = " or ".join({1: "one", 2: "two"}[rounds] for rounds in few)
     told += " round" if few[-1] == 1 else " rounds"
-    return f"{runs} runs of {told}" if runs > 1 else told
+    return f"{told} in each run" if runs > 1 else told
 
 
 def percent(change: float) -> str:

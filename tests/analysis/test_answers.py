@@ -119,7 +119,9 @@ def test_what_other_runs_made_of_a_comparison_is_of_the_same_pair() -> None:
     assert "other run" not in told
     both = [lead, of("2", megatrain_fast=1.0, zero3=5.0), of("1", megatrain_fast=1.0, zero3=3.0)]
     told = answers.answer(study, pd.concat(both, ignore_index=True))
-    assert "fast as ZeRO-3. In 2 other runs it is 3.00x to 5.00x (one round). Its" in told
+    assert (
+        "fast as ZeRO-3. In 2 other runs it is 3.00x to 5.00x (one round in each run). Its" in told
+    )
     assert told.count("other run") == 1, "no other run has Twin-Flow"
     others = [lead, of("2", megatrain_fast=1.0, zero3_twinflow=1.5), of("1", zero3=3.0)]
     told = answers.answer(study, pd.concat(others, ignore_index=True))

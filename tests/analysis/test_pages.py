@@ -100,10 +100,10 @@ def test_a_number_says_what_it_should() -> None:
     assert numbers.number("interval", "vs_zero3_14b/fast/zero3", LINES) == "1.59–1.93"
     three = LINES[LINES["run"].str[-8:].isin(["6ae4ec2a", "ba71c3ca", "19e485b7"])]
     found = numbers.number("spread", "vs_zero3_7b/fast/twinflow", three)
-    assert found == "1.55x to 1.61x (3 runs of one or two rounds)"
+    assert found == "1.55x to 1.61x (one or two rounds in each run)"
     two = three[three["run"].str[-8:] != "ba71c3ca"]
     few = numbers.number("spread", "vs_zero3_7b/fast/twinflow", two)
-    assert few == "1.55x to 1.61x (2 runs of one round)"
+    assert few == "1.55x to 1.61x (one round in each run)"
     kept = LINES[LINES["run"].str[-8:].isin(["4d5eb753", "0b51b947"])]
     assert (
         numbers.number("spread", "vs_zero3_3b/fast/zero3.kept+compiled", kept)

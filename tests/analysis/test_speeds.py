@@ -209,8 +209,8 @@ def test_cores_of_a_host_that_a_process_was_kept_from_are_told() -> None:
         ([2], "two rounds"),
         ([3], ""),
         ([4, 3], ""),
-        ([1, 1, 1], "3 runs of one round"),
-        ([2, 1], "2 runs of one or two rounds"),
+        ([1, 1, 1], "one round in each run"),
+        ([2, 1], "one or two rounds in each run"),
         ([1, 3, 3, 2], "three rounds in 2 of 4 runs"),
     ],
 )
