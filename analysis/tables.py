@@ -302,9 +302,22 @@ def notes(lines: pd.DataFrame) -> list[str]:
     """What a reader must know beside the table: what failed and why, and what differs."""
     told = [f"{names.name(line)}: {note}." for _, line in lines.iterrows() for note in _notes(line)]
     told += _searched(lines[speeds.rivals(lines)])
+    told += _rounds(lines[lines["tokens_per_s"].notna()])
     if not lines.iloc[0]["machine_details"].get("gpu"):
         told.append(CPU_NOTE)
     return list(dict.fromkeys(told))
+
+
+def _rounds(measured: pd.DataFrame) -> Iterator[str]:
+    """In how many rounds each line was measured; silent where all were measured once."""
+    told = {}
+    for count, many in measured.groupby(measured["rounds"].map(len)):
+        who = "; ".join(dict.fromkeys(names.name(line) for _, line in many.iterrows()))
+        told[count] = f"in {count} rounds: {who}" if count > 1 else "once: the others"
+    if list(told) in ([], [1]):
+        return
+    each = ", ".join(reversed(told.values())) if len(told) > 1 else f"in {count} rounds, in turn"
+    yield f"Measured {each}."
 
 
 def _searched(rivals: pd.DataFrame) -> Iterator[str]:

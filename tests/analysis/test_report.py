@@ -281,6 +281,27 @@ def test_the_winner_of_every_search_is_known_whatever_its_age() -> None:
         assert f"(`system=tuned/{path.stem}`)" in told[0]
 
 
+def test_a_table_says_what_was_measured_in_rounds() -> None:
+    def notes(**rounds: int) -> list[str]:
+        made = [
+            row(
+                name,
+                [1.0] * 3,
+                cell=f"{name}{repeat}",
+                config=config() | {"measure": {"windows": 3, "repeat": repeat}},
+            )
+            for name, count in rounds.items()
+            for repeat in range(1, count + 1)
+        ]
+        told = tables.notes(speeds.lines(studies.assigned(framed(made))))
+        return [one for one in told if "rounds" in one]
+
+    assert notes(megatrain=1, fsdp2=1) == []
+    assert notes(megatrain=3, fsdp2=3) == ["Measured in 3 rounds, in turn."]
+    (one,) = notes(megatrain=3, fsdp2=2, in_memory=1)
+    assert one == "Measured in 3 rounds: MegaTrain, in 2 rounds: FSDP2, once: the others."
+
+
 def test_the_worst_of_several_repeats_is_told_and_why() -> None:
     """How far a resumption was off, what the bench said, and the seconds of all."""
     given = [
