@@ -159,4 +159,4 @@ def test_a_study_without_a_speed_gets_its_page_and_no_picture(tmp_path: Path, ca
 def test_the_record_is_small() -> None:
     files = [path for path in record.RESULTS.rglob("*") if path.is_file()]
     assert len(files) <= 200
-    assert sum(path.stat().st_size for path in files) <= 6 << 20
+    assert sum(path.stat().st_size for path in files) <= 8 << 20
