@@ -302,22 +302,26 @@ def notes(lines: pd.DataFrame) -> list[str]:
     """What a reader must know beside the table: what failed and why, and what differs."""
     told = [f"{names.name(line)}: {note}." for _, line in lines.iterrows() for note in _notes(line)]
     told += _searched(lines[speeds.rivals(lines)])
-    told += _rounds(lines[lines["tokens_per_s"].notna()])
+    told += _rounds(lines)
     if not lines.iloc[0]["machine_details"].get("gpu"):
         told.append(CPU_NOTE)
     return list(dict.fromkeys(told))
 
 
-def _rounds(measured: pd.DataFrame) -> Iterator[str]:
-    """In how many rounds each line was measured; silent where all were measured once."""
-    told = {}
-    for count, many in measured.groupby(measured["rounds"].map(len)):
-        who = "; ".join(dict.fromkeys(names.name(line) for _, line in many.iterrows()))
-        told[count] = f"in {count} rounds: {who}" if count > 1 else "once: the others"
-    if list(told) in ([], [1]):
+def _rounds(lines: pd.DataFrame) -> Iterator[str]:
+    """How often each line was measured; silent where all were measured once."""
+    rounds = lines.loc[lines["tokens_per_s"].notna(), "rounds"]
+    count = rounds.map(len)
+    if not (count > 1).any():
         return
-    each = ", ".join(reversed(told.values())) if len(told) > 1 else f"in {count} rounds, in turn"
-    yield f"Measured {each}."
+    if len(rounds) > 1 and rounds.nunique() == 1:
+        yield f"Measured in {count.iloc[0]} rounds, in turn."
+        return
+    called = labels(lines)
+    for times in sorted({*count} - {1}, reverse=True):
+        yield f"Measured in {times} rounds: {'; '.join(called[count.index[count == times]])}."
+    if (count == 1).any():
+        yield "Each of the others was measured once."
 
 
 def _searched(rivals: pd.DataFrame) -> Iterator[str]:

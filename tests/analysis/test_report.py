@@ -282,24 +282,33 @@ def test_the_winner_of_every_search_is_known_whatever_its_age() -> None:
 
 
 def test_a_table_says_what_was_measured_in_rounds() -> None:
-    def notes(**rounds: int) -> list[str]:
+    def notes(*measured: tuple[str, int, str]) -> list[str]:
+        """measured: system, depth of its slots, and a digit for each round that it ran in."""
         made = [
             row(
                 name,
                 [1.0] * 3,
-                cell=f"{name}{repeat}",
-                config=config() | {"measure": {"windows": 3, "repeat": repeat}},
+                cell=f"{name}{depth}{repeat}",
+                config=config(depth=depth) | {"measure": {"windows": 3, "repeat": int(repeat)}},
             )
-            for name, count in rounds.items()
-            for repeat in range(1, count + 1)
+            for name, depth, repeats in measured
+            for repeat in repeats
         ]
         told = tables.notes(speeds.lines(studies.assigned(framed(made))))
-        return [one for one in told if "rounds" in one]
+        return [one for one in told if "easured" in one]
 
-    assert notes(megatrain=1, fsdp2=1) == []
-    assert notes(megatrain=3, fsdp2=3) == ["Measured in 3 rounds, in turn."]
-    (one,) = notes(megatrain=3, fsdp2=2, in_memory=1)
-    assert one == "Measured in 3 rounds: MegaTrain, in 2 rounds: FSDP2, once: the others."
+    assert notes(("megatrain", 2, "1"), ("in_memory", 2, "1")) == []
+    turns = ["Measured in 3 rounds, in turn."]
+    assert notes(("megatrain", 2, "123"), ("in_memory", 2, "123")) == turns
+    assert notes(("megatrain", 2, "123")) == ["Measured in 3 rounds: MegaTrain."]
+    apart = ["Measured in 2 rounds: MegaTrain; in memory."]
+    assert notes(("megatrain", 2, "12"), ("in_memory", 2, "23")) == apart
+    several = ("megatrain", 2, "123"), ("megatrain", 3, "12"), ("in_memory", 2, "1")
+    assert notes(*several) == [
+        "Measured in 3 rounds: MegaTrain (weight slots 2).",
+        "Measured in 2 rounds: MegaTrain (weight slots 3).",
+        "Each of the others was measured once.",
+    ]
 
 
 def test_the_worst_of_several_repeats_is_told_and_why() -> None:
