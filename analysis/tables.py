@@ -315,7 +315,7 @@ def _rounds(lines: pd.DataFrame) -> Iterator[str]:
     if not (count > 1).any():
         return
     if len(rounds) > 1 and rounds.nunique() == 1:
-        yield f"Measured in {count.iloc[0]} rounds, in turn."
+        yield f"Each was measured in {count.iloc[0]} rounds, in turn."
         return
     called = labels(lines)
     for times in sorted({*count} - {1}, reverse=True):

@@ -298,7 +298,7 @@ def test_a_table_says_what_was_measured_in_rounds() -> None:
         return [one for one in told if "easured" in one]
 
     assert notes(("megatrain", 2, "1"), ("in_memory", 2, "1")) == []
-    turns = ["Measured in 3 rounds, in turn."]
+    turns = ["Each was measured in 3 rounds, in turn."]
     assert notes(("megatrain", 2, "123"), ("in_memory", 2, "123")) == turns
     assert notes(("megatrain", 2, "123")) == ["Measured in 3 rounds: MegaTrain."]
     apart = ["Measured in 2 rounds: MegaTrain; in memory."]
