@@ -131,6 +131,8 @@ def along(study: Study, lines: pd.DataFrame, beside: pd.DataFrame) -> Figure:
     if len(known) > 8:
         axes.tick_params(axis="x", labelsize=6.5)
     axes.minorticks_off()
+    axes.update_datalim([(float(known[0]), 0.0)])  # the margin above is of the way from zero
+    axes.autoscale_view()
     axes.set(xlabel=names.setting(x), ylabel=names.setting(study.value), ylim=(0, None))
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
