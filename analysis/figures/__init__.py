@@ -1,7 +1,7 @@
 """Lines -> pictures: those of a study in of_study, those of the whole record in of_record, and the
 recorded steps in step."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +10,6 @@ from matplotlib.figure import Figure
 
 from analysis import studies
 from analysis.figures import of_record, of_study, step
-from analysis.studies import Study
 
 TITLES = {name: title for name, (title, _) in of_record.DRAWN.items()}
 TITLES["timeline"] = "One recorded step"
@@ -24,7 +23,8 @@ def all_figures(lines: pd.DataFrame, results: Path) -> Iterator[tuple[str, Calla
     told = list(studies.shown(lines))
     for study, mine in told:
         if of_study.drawable(study, mine):
-            yield study.name, partial(of_study.draw, study, mine, list(_beside(study, told)))
+            beside = [studies.leading(*one) for one in told if one[0].name in study.beside]
+            yield study.name, partial(of_study.draw, study, mine, beside)
     current = lines[~lines["superseded"]]
     if (current["study"] == of_record.HEADLINE).any():
         for name, (_, draw) in of_record.DRAWN.items():
@@ -34,12 +34,3 @@ def all_figures(lines: pd.DataFrame, results: Path) -> Iterator[tuple[str, Calla
         yield "timeline", partial(step.draw, recorded)
     for path in sorted((results / "timelines").glob("*/*.json")):
         yield f"timeline_{path.parent.name}", partial(step.draw, step.load(path))
-
-
-def _beside(study: Study, told: Sequence[tuple[Study, pd.DataFrame]]) -> Iterator[pd.DataFrame]:
-    """The lines of each run that `beside` names: of STUDY@RUN, or of a study's leading one."""
-    for place in study.beside:
-        name, _, run = place.partition("@")
-        for one, mine in told:
-            if one.name == name:
-                yield studies.leading(one, mine[mine["run"].str.endswith(run)])

@@ -131,7 +131,7 @@ def along(study: Study, lines: pd.DataFrame, beside: pd.DataFrame) -> Figure:
     if len(known) > 8:
         axes.tick_params(axis="x", labelsize=6.5)
     axes.minorticks_off()
-    axes.update_datalim([(float(known[0]), 0.0)])  # the margin above is of the way from zero
+    axes.update_datalim([(shown["x"].iloc[0], 0.0)])  # so that the margin counts from zero
     axes.autoscale_view()
     axes.set(xlabel=names.setting(x), ylabel=names.setting(study.value), ylim=(0, None))
     axes.yaxis.set_major_formatter("{x:,.0f}")
