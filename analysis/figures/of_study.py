@@ -177,7 +177,8 @@ def _line(axes: Axes, study: Study, mine: pd.DataFrame, look: Look, places: pd.S
         within = sorted(places[places.between(part["x"].min(), part["x"].max())].unique())
         part = pd.DataFrame({"x": within}).merge(part, on="x", how="left")
         ends = style.reach(part) * (part[study.value] / part["tokens_per_s"]).to_numpy()
-        axes.errorbar(part["x"], part[study.value], yerr=ends, **style.WHISKER, **look)
+        whiskers = ends if pd.notna(ends).any() else None  # else the legend has them too
+        axes.errorbar(part["x"], part[study.value], yerr=whiskers, **style.WHISKER, **look)
         look = look | {"label": None}
 
 
