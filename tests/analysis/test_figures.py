@@ -18,6 +18,9 @@ from analysis.figures import of_record, of_study, step, style
 
 LINES = record.lines()
 DRAWN = dict(figures.all_figures(LINES, record.RESULTS))
+ALONG = [
+    name for name, study in studies.listed().items() if study.figure == "lines" and name in DRAWN
+]
 
 
 def test_each_study_and_the_whole_record_have_their_picture() -> None:
@@ -60,6 +63,20 @@ def test_no_words_overlap_or_leave_the_page(name: str) -> None:
     for (one, a), (other, b) in itertools.combinations(boxes, 2):
         width, height = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
         assert width < 2 or height < 2, (one, other)
+
+
+@pytest.mark.parametrize("name", ALONG)
+def test_marks_along_an_axis_are_whole(name: str) -> None:
+    with mpl.rc_context(), plot_style.context(style.LOOK):
+        figure = DRAWN[name]()
+        figure.draw_without_rendering()
+    axes = figure.axes[0]
+    marks = [one for one in axes.lines if one.get_marker() not in ("None", "_", "|", "")]
+    assert marks
+    for one in marks:
+        height = one.get_markersize() / 2 * figure.dpi / 72
+        tops = one.get_transform().transform(one.get_xydata())[:, 1] + height
+        assert (tops[tops == tops] <= axes.bbox.y1).all(), one.get_label()
 
 
 def test_the_figure_of_the_instructions_draws() -> None:
