@@ -3,6 +3,7 @@
     <!--{ratio:vs_zero3_14b/fast/zero3}-->1.75x<!--/-->          shown as 1.75x
     <!--{ratio:vs_zero3_14b/paper/zero3}-->0.95x (one round)<!--/-->      where rounds are few
     <!--{interval:vs_zero3_7b@ba71c3ca/fast/twinflow}-->...   of that run, else the leading one
+    <!--{steady:vs_zero3_3b@06e212f3/fast/roundpipe}-->2.88x<!--/-->    of steady rates
     <!--{share:saving@2fa189ef/fast}-->95%<!--/-->               of the peak that its GPU sustains
     <!--{heldout:quality@98d7b6ad/fast_float8/fast}-->0.0014 nats below<!--/-->     where one ends
     <!--{gain:zero3_kept-qwen2.5-3b-h200-32cores}-->1.05x<!--/-->   a search's best over its start
@@ -25,8 +26,9 @@ import pandas as pd
 from analysis import answers, names, speeds, studies, tables
 from sweeps.identity import TUNED
 
-KINDS = "speed, share, heldout, repeats, machine, ratio, interval, spread, least, most, gain"
-KINDS += ", trials, table"
+STEADY = "steady_tokens_per_s"
+KINDS = "speed, share, heldout, repeats, machine, ratio, steady, interval, spread, least, most"
+KINDS += ", gain, trials, table"
 MARKER = re.compile(r"(<!--\{([a-z_]+):([^}]*)\}-->).*?<!--/-->", re.DOTALL)
 
 
@@ -83,6 +85,8 @@ def number(kind: str, what: str, lines: pd.DataFrame) -> str:
                 return names.machine(one.to_frame().T)
             case "ratio", [one, base]:
                 return _times([speeds.ratio(one, base)])
+            case "steady", [one, base] if (steady := one[STEADY] / base[STEADY]) > 0:
+                return _times([speeds.ratio(one, base)._replace(value=steady)])
             case "interval", [one, base]:
                 return speeds.ratio(one, base).interval or "no interval"
             case "table", [length]:

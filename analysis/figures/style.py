@@ -55,10 +55,11 @@ def bars(axes: Axes, lines: pd.DataFrame, value: str, form: str) -> None:
     axes.barh(places, lines[value], height=0.67, color=filled, edgecolor=colors)
     axes.errorbar(lines[value], places, xerr=reach(lines, value), fmt="none", ecolor=INK, **WHISKER)
     told = lines[value].map(f"{{:{form}}}".format) + ("  " + lines["words"]).fillna("")
-    most = 1.36 * lines[value].max()
+    farthest = 1.6 * lines[value].max()
     ends = lines["hi"].fillna(lines[value])
-    inside = ends.where(ends < most, lines[value])  # an interval without an end in sight is cut
-    for at, (end, word, cut) in enumerate(zip(inside, told, ends >= most, strict=True)):
+    inside = ends.where(ends < farthest, lines[value])  # an end out of sight is cut off
+    most = max(1.36 * lines[value].max(), 1.3 * inside.max())  # with room for the words
+    for at, (end, word, cut) in enumerate(zip(inside, told, ends >= farthest, strict=True)):
         box: Any = {"facecolor": "white", "edgecolor": "none", "pad": 0} if cut else None
         axes.text(end, at, f"  {word}", va="center", fontsize=7.5, bbox=box)
     axes.set(xlabel=names.setting(value), xlim=(0, most))

@@ -11,6 +11,7 @@ import matplotlib as mpl
 import pytest
 from matplotlib import image
 from matplotlib import style as plot_style
+from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from analysis import figures, names, record, speeds, studies
@@ -77,6 +78,22 @@ def test_marks_along_an_axis_are_whole(name: str) -> None:
         height = one.get_markersize() / 2 * figure.dpi / 72
         tops = one.get_transform().transform(one.get_xydata())[:, 1] + height
         assert (tops[tops == tops] <= axes.bbox.y1).all(), one.get_label()
+
+
+@pytest.mark.parametrize("reach", [1.01, 1.37, 1.59])
+def test_words_beside_a_bar_stand_beyond_its_whole_interval(reach: float) -> None:
+    one = LINES[LINES["tokens_per_s"].notna()].tail(1)
+    fast = float(one["tokens_per_s"].iloc[0])
+    one = one.assign(label="a, b", words="1.69x", lo=fast / reach, hi=fast * reach)
+    with mpl.rc_context(), plot_style.context(style.LOOK):
+        figure = Figure(figsize=(style.PAGE_IN * 0.6, 1.4))
+        axes = figure.subplots()
+        style.bars(axes, one, "tokens_per_s", ",.0f")
+        figure.draw_without_rendering()
+    words = axes.texts[0].get_window_extent()
+    end = axes.transData.transform((fast * reach, 0.0))[0]
+    assert words.x0 >= end - 0.1  # it begins with spaces
+    assert words.x1 <= axes.bbox.x1 + 3
 
 
 def test_the_figure_of_the_instructions_draws() -> None:

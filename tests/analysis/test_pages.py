@@ -84,6 +84,7 @@ def test_an_answer_of_two_runs_names_both_machines() -> None:
         "speed:vs_zero3_14b/echo",
         "bogus:vs_zero3_14b/fast",
         "most:nowhere",
+        "steady:vs_zero3_14b/fast/zero3",
         "trials:nobody-h200-16cores",
         "gain:zero3_kept-qwen2.5-3b-h200-32cores/fast",
     ],
@@ -109,6 +110,9 @@ def test_a_number_says_what_it_should() -> None:
         numbers.number("spread", "vs_zero3_3b/fast/zero3.kept+compiled", kept)
         == "2.01x (one round)"
     ), "in the other run ZeRO-3 was still getting faster"
+    assert numbers.number("steady", "vs_zero3_3b@06e212f3/fast/roundpipe", LINES) == "2.88x"
+    one_round = numbers.number("steady", "vs_zero3_7b@e456478c/fast/zero3.compiled", LINES)
+    assert one_round == "2.26x (one round)"
     assert numbers.number("repeats", "vs_zero3_14b/fast", LINES) == "3"
     assert numbers.number("share", "saving@2fa189ef/fast", LINES) == "95%"
     assert numbers.number("most", "context_length", LINES) == "512K"
