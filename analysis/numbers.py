@@ -6,7 +6,7 @@
     <!--{steady:vs_zero3_3b@06e212f3/fast/roundpipe}-->2.88x<!--/-->    of steady rates
     <!--{share:saving@2fa189ef/fast}-->95%<!--/-->               of the peak that its GPU sustains
     <!--{heldout:quality@98d7b6ad/fast_float8/fast}-->0.0014 nats below<!--/-->     where one ends
-    <!--{gain:zero3_kept-qwen2.5-3b-h200-32cores}-->1.05x<!--/-->   a search's best over its start
+    <!--{gain:zero3_kept-qwen2.5-3b-h200-32cores}-->1.05x (one round)<!--/-->   its best
     <!--{trials:zero3_kept-qwen2.5-3b-h200-32cores}-->3<!--/-->     how many trials it had
     <!--{table:vs_zero3_14b/5}-->                                the first lines of its table
 
@@ -17,6 +17,7 @@ numbers are exactly what its markers give, or a test fails.
 """
 
 import json
+import math
 import re
 from contextlib import suppress
 from typing import Any
@@ -86,7 +87,8 @@ def number(kind: str, what: str, lines: pd.DataFrame) -> str:
             case "ratio", [one, base]:
                 return _times([speeds.ratio(one, base)])
             case "steady", [one, base] if (steady := one[STEADY] / base[STEADY]) > 0:
-                return _times([speeds.ratio(one, base)._replace(value=steady)])
+                windows = speeds.ratio(one, base)
+                return _times([windows._replace(value=steady, lo=math.nan, hi=math.nan)])
             case "interval", [one, base]:
                 return speeds.ratio(one, base).interval or "no interval"
             case "table", [length]:
@@ -98,7 +100,8 @@ def number(kind: str, what: str, lines: pd.DataFrame) -> str:
                 x = str(studies.of_rows(place, every).x)
                 known = every[every["tokens_per_s"].notna()][x].dropna()
                 return names.value(x, int(known.min() if kind == "least" else known.max()))
-        raise ValueError(f"allowed {KINDS}, each of its number of lines; mend the marker")
+        allowed = f"allowed {KINDS}, each of its number of lines that have it"
+        raise ValueError(f"{allowed}; mend the marker")
     except ValueError as error:
         raise ValueError(f"{{{kind}:{what}}}: {error}") from None
 
@@ -119,7 +122,7 @@ def _search(kind: str, name: str) -> str:
     if not found or not found[0]:
         there = ", ".join(sorted(one.stem for one in TUNED.glob("*.jsonl")))
         raise ValueError(f"{{{kind}:{name}}}: allowed {there}, measured at first; mend the marker")
-    return str(len(found)) if kind == "trials" else f"{max(found) / found[0]:.2f}x"
+    return str(len(found)) if kind == "trials" else f"{max(found) / found[0]:.2f}x (one round)"
 
 
 def run_of(place: str, lines: pd.DataFrame) -> pd.DataFrame:

@@ -120,7 +120,10 @@ def test_a_number_says_what_it_should() -> None:
         numbers.number("heldout", "quality@98d7b6ad/fast_float8/fast", LINES) == "0.0014 nats below"
     )
     search = "zero3_twinflow_compiled-qwen2.5-7b-h200-16cores"
-    assert [numbers.number(kind, search, LINES) for kind in ("trials", "gain")] == ["4", "1.04x"]
+    assert [numbers.number(kind, search, LINES) for kind in ("trials", "gain")] == [
+        "4",
+        "1.04x (one round)",
+    ]
     rival = numbers.line(numbers.run_of("vs_zero3_7b", LINES), "rival")
     assert names.name(rival) == "Twin-Flow, compiled"
     assert BOOT["boot"] not in numbers.number("machine", "vs_zero3_14b/fast", LINES)
