@@ -30,9 +30,9 @@ from engine.timeline import Timeline, simulate, window_s
 MOST_LAYERS = 1 << 14
 HOST_OVERHEAD = 2 * 10**9
 """Bytes of host memory that a process with torch and a CUDA context holds before any model."""
-CPU_OVERHEAD = 5 * 10**8
-"""The same without CUDA. No plan has it, as none of another system has; what `disk_blocks=-1` puts
-on drives leaves room for it."""
+CPU_OVERHEAD = 8 * 10**8 if torch.version.cuda else 5 * 10**8
+"""The same on a CPU; torch's libraries for CUDA take memory also where nobody calls them. No plan
+has it, as none of another system has; what `disk_blocks=-1` puts on drives leaves room for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,12 +239,11 @@ class Planner:
         if blocks.device_optimizer + blocks.disk_blocks > blocks.num_blocks:
             return False
         host = math.inf if self.machine.host_memory is None else self.machine.host_memory
-        needed = blocks.num_ranks * sum(self.host_bytes(blocks).values())
-        fits_host = needed <= placement.USABLE_HOST * host
-        if self.device.type == "cpu":
-            needed += self._device_total(blocks) + CPU_OVERHEAD
-            return needed <= placement.USABLE_HOST * host
-        return fits_host and self._device_total(blocks) <= placement.usable(self._device_memory)
+        needed, device = sum(self.host_bytes(blocks).values()), self._device_total(blocks)
+        on_cpu = self.device.type == "cpu"
+        needed += device + CPU_OVERHEAD if on_cpu else 0
+        fits_host = blocks.num_ranks * needed <= placement.USABLE_HOST * host
+        return fits_host and (on_cpu or device <= placement.usable(self._device_memory))
 
     def most_layers(self, asked: Blocks) -> tuple[int, int]:
         """Layers like the first that there is room for, and the bytes that then lie on disk: with

@@ -347,7 +347,11 @@ def test_a_loss_that_is_not_finite_leaves_what_is_on_drives_as_it_was(tmp_path, 
 
 
 def planned(
-    tmp_path: Path, host_memory: int | None, given: Any = None, **arguments: Any
+    tmp_path: Path,
+    host_memory: int | None,
+    given: Any = None,
+    num_ranks: int = 1,
+    **arguments: Any,
 ) -> MegaTrain:
     given = given or model()
     return MegaTrain(
@@ -357,6 +361,7 @@ def planned(
         seq_len=16,
         config=EngineConfig(**arguments),
         machine=Machine(host_memory=host_memory),
+        ranks=Ranks(count=num_ranks),
         folders=[tmp_path],
     )
 
@@ -367,21 +372,24 @@ def test_all_that_is_not_on_the_device_goes_to_disk_where_that_is_asked_for(tmp_
         assert blocks.on_disks == blocks.hosted == range(here, NUM_BLOCKS)
 
 
-@pytest.mark.parametrize("vocab_size", [96, 8192])
-def test_as_little_goes_to_disk_as_there_must(tmp_path, vocab_size):
-    """By the bytes of the plan and of the process, of which a tenth stays free. The buffers of
-    outer blocks that are larger than a layer take more than their state."""
+@pytest.mark.parametrize(("vocab_size", "num_ranks"), [(96, 1), (8192, 1), (96, 2)])
+def test_as_little_goes_to_disk_as_there_must(tmp_path, vocab_size, num_ranks):
+    """By the bytes of the plan and of the process, each rank's, of which a tenth stays free. The
+    buffers of outer blocks that are larger than a layer take more than their state."""
     wide = model(vocab_size=vocab_size)
 
+    def of(room: int | None, disk_blocks: int) -> MegaTrain:
+        return planned(tmp_path, room, wide, num_ranks, disk_blocks=disk_blocks)
+
     def needed(disk_blocks: int) -> int:
-        plan = planned(tmp_path, None, wide, disk_blocks=disk_blocks).plan()
-        return plan.host_bytes + plan.device_bytes + CPU_OVERHEAD
+        plan = of(None, disk_blocks).plan()
+        return num_ranks * (plan.host_bytes + plan.device_bytes + CPU_OVERHEAD)
 
     each = [needed(number) for number in range(NUM_BLOCKS + 1)]
     for number in range(NUM_BLOCKS + 1):
         room = -(-each[number] * 10 // 9) + 1
         fewest = next(at for at, size in enumerate(each) if size <= 0.9 * room)
-        assert planned(tmp_path, room, wide, disk_blocks=-1).blocks.disk_blocks == fewest
+        assert of(room, -1).blocks.disk_blocks == fewest
     assert (each[-1] > min(each)) is (vocab_size > 96)
-    assert planned(tmp_path, 1 << 40, wide, disk_blocks=-1).blocks.disk_blocks == 0
-    assert planned(tmp_path, 1, wide, disk_blocks=-1).blocks.disk_blocks == NUM_BLOCKS
+    assert of(1 << 40, -1).blocks.disk_blocks == 0
+    assert of(1, -1).blocks.disk_blocks == NUM_BLOCKS

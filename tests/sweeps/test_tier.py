@@ -53,6 +53,8 @@ def test_a_model_trains_whose_state_host_memory_does_not_hold(tmp_path: Path) ->
     free = ran(tmp_path, "system=megatrain")
     assert free.status == "ok", free.reason
     assert free.peak_host_bytes is not None
+    assert free.host_split is not None
+    assert free.host_split["other"] < 1.1 * CPU_OVERHEAD
     rest = 10 * (free.num_params or 0)
     limit = free.peak_host_bytes - rest // 2
     room = f"machine.host_bytes={limit}"
