@@ -6,7 +6,7 @@
     <!--{steady:vs_zero3_3b@06e212f3/fast/roundpipe}-->2.88x<!--/-->    of steady rates
     <!--{share:saving@2fa189ef/fast}-->95%<!--/-->               of the peak that its GPU sustains
     <!--{heldout:quality@98d7b6ad/fast_float8/fast}-->0.0014 nats below<!--/-->     where one ends
-    <!--{gain:zero3_kept-qwen2.5-3b-h200-32cores}-->1.05x (one round)<!--/-->   its best
+    <!--{gain:zero3_kept-qwen2.5-3b-h200-32cores}-->1.05x (one round)<!--/-->   a search's gain
     <!--{trials:zero3_kept-qwen2.5-3b-h200-32cores}-->3<!--/-->     how many trials it had
     <!--{table:vs_zero3_14b/5}-->                                the first lines of its table
 
@@ -17,7 +17,6 @@ numbers are exactly what its markers give, or a test fails.
 """
 
 import json
-import math
 import re
 from contextlib import suppress
 from typing import Any
@@ -87,8 +86,7 @@ def number(kind: str, what: str, lines: pd.DataFrame) -> str:
             case "ratio", [one, base]:
                 return _times([speeds.ratio(one, base)])
             case "steady", [one, base] if (steady := one[STEADY] / base[STEADY]) > 0:
-                windows = speeds.ratio(one, base)
-                return _times([windows._replace(value=steady, lo=math.nan, hi=math.nan)])
+                return _times([speeds.ratio(one, base)._replace(value=steady)])
             case "interval", [one, base]:
                 return speeds.ratio(one, base).interval or "no interval"
             case "table", [length]:
