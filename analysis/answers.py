@@ -76,7 +76,7 @@ def _comparison(study: Study, ready: pd.DataFrame, others: Sequence[pd.DataFrame
     known = _known(speeds.ratio(best, base))
     told = f"{names.name(best)} is {known} as fast as {names.name(base)}."
     told += _again(others, best, base)
-    steady = best["steady_tokens_per_s"] / base["steady_tokens_per_s"]
+    steady = speeds.steady(best, base)
     if f"{steady:.2f}" not in ("nan", f"{best['tokens_per_s'] / base['tokens_per_s']:.2f}"):
         told += (
             f" In steady training, without the waits at a window's end, this run has {steady:.2f}x."

@@ -26,7 +26,6 @@ import pandas as pd
 from analysis import answers, names, speeds, studies, tables
 from sweeps.identity import TUNED
 
-STEADY = "steady_tokens_per_s"
 KINDS = "speed, share, heldout, repeats, machine, ratio, steady, interval, spread, least, most"
 KINDS += ", gain, trials, table"
 MARKER = re.compile(r"(<!--\{([a-z_]+):([^}]*)\}-->).*?<!--/-->", re.DOTALL)
@@ -85,7 +84,7 @@ def number(kind: str, what: str, lines: pd.DataFrame) -> str:
                 return names.machine(one.to_frame().T)
             case "ratio", [one, base]:
                 return _times([speeds.ratio(one, base)])
-            case "steady", [one, base] if (steady := one[STEADY] / base[STEADY]) > 0:
+            case "steady", [one, base] if (steady := speeds.steady(one, base)) > 0:
                 return _times([speeds.ratio(one, base)._replace(value=steady)])
             case "interval", [one, base]:
                 return speeds.ratio(one, base).interval or "no interval"

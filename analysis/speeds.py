@@ -165,6 +165,11 @@ def ratio(first: Any, base: Any) -> Ratio:
     return Ratio(value=value, lo=value / factor, hi=value * factor, rounds=rounds)
 
 
+def steady(first: Any, base: Any) -> float:
+    """The same of their steady rates; NaN where one of them has none."""
+    return float(first["steady_tokens_per_s"] / base["steady_tokens_per_s"])
+
+
 def ratios(pairs: Iterable[Sequence[Any]]) -> list[Ratio]:
     """Of each run's two lines, the least first; not where the windows of one were still getting
     faster."""
